@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-__version__ = "0.1.0"
-FUNCTIONS = ("register",)
+__version__ = "1.0.0rc1"
+FUNCTIONS = {"register": "rl_training.api", "load_runs": "rl_training.tools.frames"}
 
 
 def __dir__() -> list[str]:
@@ -24,6 +24,6 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if not (name[:1].isupper() or name in FUNCTIONS):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from rl_training import api
+    from importlib import import_module
 
-    return getattr(api, name)
+    return getattr(import_module(FUNCTIONS.get(name, "rl_training.api")), name)

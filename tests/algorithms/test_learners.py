@@ -13,7 +13,7 @@ from rl_training.algorithms.base import Algorithm, Number, Setting
 from rl_training.errors import UserError
 from rl_training.run.build import open_session
 
-OUTSIDE = {">= 0": -0.5, "> 0": 0.0, ">= 1": 0, "in [0, 1]": 1.5, "in (0, 1]": 0.0, "in (0, 1)": 1.0}
+OUTSIDE = {">= 0": -0.5, "> 0": 0.0, ">= 1": 0, "in [0, 1]": 1.5, "in (0, 1]": 0.0, "in (0, 1)": 1.0, "in [0, 1)": 1.0}
 
 
 @pytest.mark.parametrize("algo", SPECS)

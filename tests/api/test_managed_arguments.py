@@ -316,8 +316,8 @@ def test_every_name_of_ours_in_the_table_exists() -> None:
         (lambda: PPO("CartPole-v1", verbose=1),
          "PPO has no setting 'verbose'; learn(progress=True) shows a progress line."),
         (lambda: PPO("CartPole-v1", policy_kwargs={}),
-         "PPO has no setting 'policy_kwargs'; hidden_sizes, activation, optimizer and network (your own features "
-         "extractor) replace it."),
+         "PPO has no setting 'policy_kwargs'; hidden_sizes, critic_hidden_sizes, activation, optimizer and network "
+         "(your own features extractor) replace it."),
         (lambda: PPO("CartPole-v1", tensorboard_log="logs"), "PPO has no setting 'tensorboard_log'; every run writes "
          "TensorBoard events into its folder in output_dir."),
         (lambda: PPO("CartPole-v1", 3),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import gymnasium as gym
 import numpy as np
@@ -15,6 +18,7 @@ from resume_cases import FirstReturns, StopAt, assert_same_run, tiny
 from rl_training import A2C, DQN, PPO
 from rl_training.config.settings import UNSAID
 from rl_training.errors import UserError
+from rl_training.run import live
 from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import resume_training, train
 
@@ -214,3 +218,97 @@ def test_progress_is_shown_on_request_and_in_a_notebook(tmp_path: Path, monkeypa
         monkeypatch.setattr("sys.stderr", stream)
         make(tmp_path).learn(progress=progress)
         assert ("steps/s" in stream.getvalue()) is shown
+
+
+class Handle:
+    """What IPython's display returns; it keeps every picture."""
+
+    def __init__(self, shown: Any) -> None:
+        self.pages = [shown._repr_html_()]
+
+    def update(self, shown: Any) -> None:
+        self.pages.append(shown._repr_html_())
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
+    """A process whose output a notebook shows, and what it displays."""
+    handles: list[Handle] = []
+
+    def display(shown: Any, display_id: bool) -> Handle:
+        assert display_id
+        handles.append(Handle(shown))
+        return handles[-1]
+
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    page = ModuleType("IPython.display")
+    page.display = display  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython.display", page)
+    monkeypatch.setattr(live, "SECONDS", 0.0)
+    return handles
+
+
+def test_a_notebook_gets_a_bar_and_on_request_a_plot(
+    tmp_path: Path, notebook: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", NotebookStream())
+    managed = make(tmp_path, total_timesteps=256, kwargs={"eval_interval": 64})
+    managed.learn()
+    (first,) = notebook
+    assert '<progress value="0" max="256"' in first.pages[0]
+    assert '<progress value="256" max="256"' in first.pages[-1]
+    assert f"{managed.algo} on env_zoo:Walk" in first.pages[-1]
+    assert " · evaluation " in first.pages[-1]
+    assert "<svg" not in first.pages[-1]
+    managed.learn(256, progress="plot")
+    again = notebook[1].pages[-1]
+    assert '<progress value="512" max="512"' in again
+    assert again.count("<polyline") == 2
+    assert ElementTree.fromstring(again.replace("<br>", "<br/>")).tag == "div"
+    managed.learn(64, progress=False)
+    assert len(notebook) == 2
+    assert "steps/s" not in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_page_that_was_closed_ends_no_run(
+    tmp_path: Path, notebook: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", NotebookStream())
+    monkeypatch.setattr(Handle, "update", lambda *_: 1 / 0)
+    assert make(tmp_path).learn().metrics["global_step"] == 64
+    assert len(notebook) == 1
+
+
+def test_many_points_are_thinned_and_few_draw_nothing() -> None:
+    assert live.draw_returns([(1, 2.0)], [(3, 4.0)]) == ""
+    drawn = live.draw_returns([(0, 1.0), (10, 1.0)], [])  # a flat line
+    assert "nan" not in drawn
+    watch = live.Live()
+    run: Any = SimpleNamespace(
+        step=0, run_dir="r", config=SimpleNamespace(total_timesteps=10_000, algo="x", env_id="<y>"),
+        recorder=SimpleNamespace(progress_metrics=lambda: {"episode_return_mean": float(run.step)}),
+        cadence=SimpleNamespace(pace=lambda: (1.0, 2.0)),
+    )  # fmt: skip
+    for run.step in range(1, 1_000):
+        watch._show(run)
+    assert len(watch.trained) <= live.MOST_POINTS
+    assert watch.trained[0][0] == 1
+    assert watch.trained[-1][0] > 990
+    assert "&lt;y&gt;" in watch._repr_html_()
+
+
+def test_a_progress_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="progress is 'bar'; it must be True, False, None or 'plot'"):
+        make(tmp_path).learn(progress="bar")
+
+
+def test_a_model_says_in_a_notebook_what_it_is(tmp_path: Path) -> None:
+    managed = make(tmp_path)
+    assert repr(managed) == "<A2C on env_zoo:Walk: not trained>"
+    assert "not trained yet" in managed._repr_html_()
+    managed.learn(progress=False)
+    assert repr(managed) == "<A2C on env_zoo:Walk: 64 steps>"
+    page = managed._repr_html_()
+    assert ElementTree.fromstring(f"<div>{page}</div>").tag == "div"
+    assert "<tr><th>gamma</th><td>0.99</td></tr>" in page
+    assert "latest.ckpt" in page

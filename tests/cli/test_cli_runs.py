@@ -6,6 +6,8 @@ import io
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +19,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import rl_training
 from resume_cases import StopAt, rows_of, tiny
+from rl_training.cli.grid import read_grid
 from rl_training.cli.main import app
 from rl_training.cli.report import format_age, summarize_runs
 from rl_training.cli.screen import print_seeds
 from rl_training.errors import UserError
+from rl_training.record.json_lines import json_line
 from rl_training.run.folder import locked
 from rl_training.run.workflows import resume_training, train
 from rl_training.tools import processes
@@ -117,9 +122,64 @@ def test_an_interval_of_few_seeds_beyond_what_was_seen_says_so() -> None:
     assert "(Student's t)" in many
 
 
+# ---- a grid ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "values"),
+    [
+        ("gamma=0.9,0.99", [["0.9"], ["0.99"]]),
+        ("hidden_sizes=[8],[16,16]", [["[8]"], ["[16,16]"]]),
+        ("env_kwargs={a: 1, b: 2},{a: 3}", [["{a: 1, b: 2}"], ["{a: 3}"]]),
+    ],
+)
+def test_values_of_a_grid_are_between_commas_outside_lists(setting: str, values: list[list[str]]) -> None:
+    fixed, combinations = read_grid([setting, "num_steps=8", "optimizer=adam"])
+    assert fixed == ["num_steps=8", "optimizer=adam"]
+    assert [list(one.values()) for one in combinations] == values
+
+
+def test_a_grid_runs_every_combination_on_every_seed_and_ends_with_one_table() -> None:
+    result = invoke("train", *TINY, "--grid", "--set", "gamma=0.9,0.99", "--set", "hidden_sizes=[8],[4,4]", "--seeds",
+                    "1,2", "--name", "mine")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "4 combinations of gamma x hidden_sizes, 2 seeds each, 8 runs in runs/mine" in result.stdout
+    folders = sorted(path.name for path in Path("runs/mine").iterdir())
+    assert len(folders) == 8
+    assert folders[0] == "gamma-0.9-hidden_sizes-4-4-s1"
+    table = [line.split() for line in result.stdout.splitlines() if re.match(r"0\.99? ", line)]
+    assert sorted(row[:3] for row in table) == [["0.9", "[4,4]", "2"], ["0.9", "[8]", "2"], ["0.99", "[4,4]", "2"],
+                                                ["0.99", "[8]", "2"]]  # fmt: skip
+    means = [float(row[3]) for row in table]
+    assert means == sorted(means, reverse=True)
+    frame = rl_training.load_runs("runs/mine")
+    ended = frame[frame.kind == "eval"].groupby(["config.gamma", "config.hidden_sizes", "seed"])["return"].last()
+    assert means[0] == pytest.approx(ended.groupby(level=[0, 1]).mean().max(), abs=0.06)
+    assert "rl-training compare runs/mine --by gamma,hidden_sizes" in result.stdout
+    assert invoke("compare", "runs/mine", "--by", "gamma,hidden_sizes").exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_grid_side_by_side_continues_what_is_missing() -> None:
+    words = ["train", *TINY, "--grid", "--set", "gamma=0.9,0.99", "--jobs", "2", "--name", "mine", "--continue"]
+    first = invoke(*words)
+    assert first.exit_code == 0, first.output
+    assert "gamma=0.99, seed 0: done" in first.stdout
+    kept = rows_of(Path("runs/mine/gamma-0.9-s0"))
+    shutil.rmtree("runs/mine/gamma-0.99-s0")
+    assert invoke(*words).exit_code == 0
+    assert rows_of(Path("runs/mine/gamma-0.9-s0")) == kept
+    assert Path("runs/mine/gamma-0.99-s0").is_dir()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--grid"], "--grid needs a setting with several values, such as --set learning_rate=1e-3,3e-4"),
+        (["--grid", "--set", "gamma=0.9,0.9"], "each value of a grid may be given only once"),
+        (["--grid", "--set", "gamma=0.9,"], "and none is empty"),
+        (["--grid", "--set", "gamma=0.9,high"], "gamma is 'high'; it should be a number"),
+        (["--set", "gamma=0.9,0.99"], "it should be a number. To try each of them, add --grid."),
         (["--jobs", "2"], "--jobs is 2, but there is one run; give several --seeds"),
         (["--seeds", "1,2", "--jobs", "0"], "--jobs is '0'"),
         (["--name", "a/b"], "name is 'a/b'; it must be a word of letters"),
@@ -184,14 +244,14 @@ def test_a_signal_stops_every_run_and_starts_no_other() -> None:
     assert process.returncode == 130
     assert out.count("stopped at step") == 2
     rows = summarize_runs(Path("runs"))[0]
-    assert {(row[1].plain, int(row[4].split()[0].replace(",", "")) > 0) for row in rows} == {("stopped", True)}
+    assert {(row["state"], row["step"] > 0) for row in rows} == {("stopped", True)}
 
 
 # ---- what became of runs ---------------------------------------------------------------------------------------------
 
 
 def states() -> dict[str, str]:
-    return {row[0]: row[1].plain for row in summarize_runs(Path("runs"))[0]}
+    return {row["run"]: row["state"] for row in summarize_runs(Path("runs"))[0]}
 
 
 def test_runs_are_listed_with_what_became_of_them() -> None:
@@ -206,15 +266,53 @@ def test_runs_are_listed_with_what_became_of_them() -> None:
     row = next(line.split() for line in result.stdout.splitlines() if "good" in line)
     best = done.metrics["eval_return_mean"]
     assert {"good", "done", "a2c", "CartPole-v1", "128"} <= set(row)
-    ((last, highest),) = ((row[5], row[6]) for row in summarize_runs(folder)[0] if row[0] == "good")
-    assert last == f"{best:.1f}"
-    assert float(highest) >= float(last)
+    assert {f"{best:.1f}"} <= set(row)
+    (good,) = (one for one in json.loads(invoke("runs", "--json").stdout) if one["run"] == "good")
+    assert good["last_return"] == best <= good["best_return"]
+    assert (good["state"], good["step"], good["total_timesteps"], good["seed"]) == ("done", 128, 128, 3)
     with locked(stopped.run_dir):
         assert states()["half"] == "running"
     resume_training(stopped.checkpoint_path, console=False)
     assert states()["half"] == "done"
     (done.run_dir / "end.json").unlink()  # of a run before there was one
     assert states()["good"] == "done"
+
+
+def test_a_damaged_run_is_a_problem_in_json() -> None:
+    train(tiny("a2c", Path("runs"), name="good"), console=False)
+    shutil.copytree("runs/good", "runs/bad")
+    Path("runs/bad/config.yaml").write_text("algo: 3")
+    good, bad = json.loads(invoke("runs", "--json").stdout)
+    assert (good["run"], good["state"]) == ("good", "done")
+    assert bad["problem"].startswith("bad cannot be read: ")
+    assert invoke("runs", "nowhere", "--json").stdout == "[]\n"  # a program asks again
+
+
+def test_everything_that_a_run_says_is_a_line_of_json_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_TRAINING_LOG", "json")
+    monkeypatch.setattr("rl_training.record.logger._PLAIN_SECONDS", 0.0)
+    done = invoke("train", *TINY, "--set", "learning_rate=0.001", "--set", "clip_value_loss=false")
+    assert done.exit_code == 0, done.output
+    said = [json.loads(line) for line in done.stderr.splitlines()]
+    assert {"message", "progress"} <= {line["event"] for line in said}
+    progress = [line for line in said if line["event"] == "progress"]
+    assert progress[-1]["total"] == 256
+    assert {"time", "step", "steps_per_second", "seconds_left", "return_mean", "loss"} <= progress[-1].keys()
+    (finished,) = map(json.loads, done.stdout.splitlines())
+    assert finished["event"] == "finished"
+    assert finished["metrics"]["stop_reason"] == "total_timesteps"
+    assert Path(finished["checkpoint"]).is_file()
+    several = invoke("train", *TINY, "--seeds", "1,2")
+    assert [json.loads(line)["seed"] for line in several.stdout.splitlines()] == [1, 2]
+    wrong = invoke("train", "ppo/cartpol")
+    (error,) = map(json.loads, wrong.stderr.splitlines())
+    assert (error["event"], error["exit_code"]) == ("error", 2)
+    assert "did you mean 'ppo/cartpole'?" in error["message"]
+
+
+def test_a_number_that_json_lacks_is_null() -> None:
+    line = json.loads(json_line("x", a=float("nan"), b=[float("inf"), 1], c={"d": Path("e")}, f=None, g=True))
+    assert {k: line[k] for k in "abcfg"} == {"a": None, "b": [None, 1], "c": {"d": "e"}, "f": None, "g": True}
 
 
 def test_a_killed_run_is_not_running() -> None:

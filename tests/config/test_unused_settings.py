@@ -43,7 +43,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "exploration_fraction": {"num_steps": 4},
     "synthetic_buffer_capacity": {"rollout_horizon": 1, "rollout_refresh_interval": 1},
     "synthetic_rounds": {"rollout_horizon": 1, "rollout_refresh_interval": 1},
-    "widen_support": {"v_min": -1.0, "v_max": 1.0},
+    "widen_support": {"v_min": -1.0, "v_max": 1.0}, "memory": {"sequence_length": 16},
 }  # fmt: skip
 PRIORITIES = ("prioritized_alpha", "prioritized_beta_start", "prioritized_beta_end", "prioritized_eps")
 # What makes a setting that is unused by default used.
@@ -52,17 +52,21 @@ USED_WITH = {
     "target_update_interval": {"target_policy": True},
     **{name: {"noisy": False} for name in ("epsilon_start", "epsilon_end", "exploration_fraction")},
     **{name: {"prioritized": True} for name in PRIORITIES},
+    **{name: {"memory": "lstm", "sequence_length": 16} for name in ("memory_size", "memory_layers")},
+    "sequence_length": {"memory": "lstm"}, "refresh_memory": {"memory": "lstm", "sequence_length": 4},
 }  # fmt: skip
 # In the environment of `tiny`, whatever the other settings are.
 NEVER_USED = {
     "trpo": {"ent_coef", "vf_coef"}, "bc": {"gamma"},
     **{name: set(PRIORITIES) for name in ("rlpd", "mbpo", "td3_bc", "rebrac", "awac", "iql", "cql")},
+    "a2c": {"refresh_memory"}, **{name: {"sequence_length", "refresh_memory"} for name in ("impala", "appo")},
+    "gail": {"memory_size", "memory_layers", "sequence_length", "refresh_memory"},
 }  # fmt: skip
 # What a run refuses in a sentence, because of other settings.
 REFUSED = {
     "epsilon_ladder", "network", "critic_obs", "n_step", "prioritized", "dataset_kind", "dataset_path", "dataset_id",
     "expert_dataset_kind", "expert_dataset_path", "expert_dataset_id", "expert_checkpoint", "augmentation",
-    "critic_dropout",
+    "memory", "critic_dropout", "her_ratio", "num_quantiles", "num_atoms", "architecture",
 }  # fmt: skip
 
 

@@ -170,7 +170,8 @@ class StillWorlds:
         self.shapes = shapes
 
     def place(self, state: State) -> State:
-        return state | {name: state["qpos"].new_zeros(len(state["qpos"]), *shape) for name, shape in self.shapes.items()}
+        qpos = state["qpos"]
+        return state | {name: qpos.new_zeros(len(qpos), *shape) for name, shape in self.shapes.items()}
 
     def step(self, state: State, ctrl: Tensor, times: int) -> State:
         return self.place(state)
@@ -193,7 +194,7 @@ COPIES = ("_to_copy", "copy_", "_copy_from")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_after_the_first_step_nothing_is_copied_from_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph cannot hold such a copy, so the rollout would run without a graph. Torch's "meta" stands for the GPU."""
+    """A CUDA graph cannot hold such a copy. Torch's "meta" stands for the GPU."""
     _, task = open_task(name, "mujoco")
     real = task.reset(torch.rand(1, task.reset_noise))
     worlds = StillWorlds({field: real[field].shape[1:] for field in task.fields})

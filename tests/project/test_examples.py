@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from rl_training.record.metrics_file import tagged_numbers
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL: dict[str, dict[str, int]] = {
     "own_environment": {"total_timesteps": 600},
@@ -19,6 +21,7 @@ SMALL: dict[str, dict[str, int]] = {
     "offline_to_online": {"first_timesteps": 300, "more_timesteps": 260},
     "deployment": {"total_timesteps": 1_000},
     "workers": {"total_timesteps": 600},
+    "optuna_study": {"trials": 2, "total_timesteps": 2_000},
 }
 
 
@@ -41,8 +44,27 @@ def test_an_example_runs(example: Any, budget: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(
     ("page", "example"),
-    [("device_environments", "device_environment"), ("physics", "own_robot"), ("simulators", "simulator")],
+    [
+        ("device_environments", "device_environment"), ("physics", "own_robot"), ("simulators", "simulator"),
+        ("tuning", "optuna_study"), ("tuning", "sweep"),
+    ],
 )
 def test_the_page_shows_the_example_as_it_is(page: str, example: str) -> None:
     text = (EXAMPLES.parent / "docs" / f"{page}.md").read_text()
     assert (EXAMPLES / f"{example}.py").read_text() in text
+
+
+def test_a_trial_of_the_sweep_takes_what_an_agent_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+    import sweep
+    import yaml
+
+    asked = yaml.safe_load((EXAMPLES / "sweep.yaml").read_text())
+    words = [f"--{name}={limits['min']}" for name, limits in asked["parameters"].items()]
+    assert sweep.main(words, total_timesteps=2_000, loggers=()) > 0
+    (config,) = tmp_path.glob("runs/*/config.yaml")
+    kwargs = yaml.safe_load(config.read_text())["algo_kwargs"]
+    assert {name: kwargs[name] for name in asked["parameters"]} == {"learning_rate": 0.0001, "ent_coef": 0.0}
+    assert asked["metric"]["name"] in dict(tagged_numbers("eval", {"eval_return_mean": 1.0}))
+    assert (EXAMPLES / "sweep.yaml").read_text() in (EXAMPLES.parent / "docs" / "tuning.md").read_text()

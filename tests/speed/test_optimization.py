@@ -17,6 +17,7 @@ torch.set_num_threads(1)  # networks this small only wait for each other's threa
 
 TORCH: dict[str, Any] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-5),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-5),
     "radam": lambda parameters: torch.optim.RAdam(parameters, lr=0.01, eps=1e-5),
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, alpha=0.9, eps=1e-5),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
@@ -182,9 +183,41 @@ def test_learning_rate_zero_moves_nothing_and_may_change_between_steps() -> None
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:
-    with pytest.raises(UserError, match="optimizer is 'adamw'"):
-        Optimizer(network().parameters(), learning_rate=0.1, kind="adamw")
+    with pytest.raises(UserError, match="optimizer is 'lion'"):
+        Optimizer(network().parameters(), learning_rate=0.1, kind="lion")
     with pytest.raises(UserError, match=r"learning_rate is -0\.1"):
         Optimizer(network().parameters(), learning_rate=-0.1)
     with pytest.raises(UserError, match="no trainable parameters"):
         flatten_parameters([])
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_torch", "options"),
+    [
+        ("adam", torch.optim.Adam, {}), ("radam", torch.optim.RAdam, {}),
+        ("adamw", torch.optim.AdamW, {"weight_decay": 0.1}),
+    ],
+)  # fmt: skip
+def test_beta_and_weight_decay_are_those_of_torch(kind: str, of_torch: Any, options: dict[str, float]) -> None:
+    ours, theirs = network(), network()
+    run(ours, Optimizer(ours.parameters(), learning_rate=0.01, kind=kind, eps=1e-5, beta1=0.5, **options))
+    reference = of_torch(theirs.parameters(), lr=0.01, eps=1e-5, betas=(0.5, 0.999), **options)
+    for loss in losses(theirs):
+        reference.zero_grad()
+        loss.backward()
+        reference.step()
+    assert_same_parameters(ours, theirs)
+
+
+def test_parameters_are_put_back_after_every_step() -> None:
+    class Unit(nn.Linear):
+        @torch.no_grad()
+        def project_(self) -> None:
+            self.weight.div_(self.weight.norm())
+
+    module = Unit(3, 2)
+    optimizer = Optimizer(module, learning_rate=0.1)
+    for _ in range(3):
+        optimizer.step(module(torch.ones(4, 3)).square().sum())
+        assert float(module.weight.detach().norm()) == pytest.approx(1.0)
+    torch.testing.assert_close(optimizer.flat[:6].view(2, 3), module.weight.detach(), rtol=0, atol=0)

@@ -189,9 +189,12 @@ def test_environments_are_not_mixed_unless_normalized(tmp_path: Path) -> None:
     for algo, share in (("ppo", 1.0), ("a2c", 0.5)):
         write_group(tmp_path, [500 * share + i for i in range(5)], algo=algo)
         write_group(tmp_path, [-1000 + 900 * share + i for i in range(5)], algo=algo, env_id="Pendulum-v1")
-    refused = compare(str(tmp_path), code=2)
+    each = compare(str(tmp_path))
+    assert each.index("CartPole-v1: return") < each.index("Pendulum-v1: return")
+    assert each.count("ppo is better") == 2
+    refused = compare(str(tmp_path), "--reference", "CartPole-v1=0,500", code=2)
     assert "CartPole-v1 and Pendulum-v1" in refused
-    assert "--reference CartPole-v1=LOW,HIGH" in refused.replace("\n", "")
+    assert "--reference Pendulum-v1=LOW,HIGH" in refused.replace("\n", "")
     scale = ["--reference", "CartPole-v1=0,500", "--reference", "Pendulum-v1=-1000,-100"]
     assert "ppo is better" in compare(str(tmp_path), *scale)
     groups = group_runs(find_runs([str(tmp_path)]))

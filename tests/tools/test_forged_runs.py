@@ -155,8 +155,10 @@ def test_no_command_prints_the_escapes_of_a_file(tmp_path: Path, monkeypatch: py
         edit_config(run, algo=f"{algo}{ESCAPES}", env_id=ESCAPES)
         run.rename(run.with_name(f"{algo}{ESCAPES}"))
     stopped = write_run(Path("runs"), [1.0], budget=9_000)
+    edit_config(stopped, env_id=ESCAPES)
     stopped.rename(stopped.with_name(f"c{ESCAPES}"))
-    for words in (["runs"], ["compare"], ["plot"]):
+    formats = (["compare", "--format", name] for name in ("csv", "json", "latex", "markdown"))
+    for words in (["runs"], ["compare"], ["plot"], *formats):
         result = invoke(*words, "runs")
         assert result.exit_code == 0, result.output
         check_plain(result.output)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -17,7 +16,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from rl_training import PPO
 from rl_training.cli.main import app
+from rl_training.run import film
 from rl_training.tools import report
 from rl_training.tools.compare import group_runs
 from rl_training.tools.records import find_runs
@@ -183,9 +184,9 @@ def test_an_episode_is_shown_as_a_moving_picture(trained: str) -> None:
     assert "<td>num_steps</td>" in page
     assert "<td>vectorization</td>" not in page  # what auto became was not chosen
     run = find_runs([trained])[0]
-    picture, told = report.record_episode(run.folder / "checkpoints" / "best.ckpt")
-    assert told == "10 steps, return 10"
-    with Image.open(io.BytesIO(picture)) as image:
+    shown = film.film_checkpoint(run.folder / "checkpoints" / "best.ckpt")
+    assert shown.told == "10 steps, return 10"
+    with Image.open(io.BytesIO(shown.gif)) as image:
         assert (getattr(image, "n_frames", 1), image.info["duration"]) == (10, 100)
 
 
@@ -209,30 +210,28 @@ def test_an_environment_that_cannot_render_is_no_warning(monkeypatch: pytest.Mon
     assert "UserError" not in page_of("runs")
 
 
-def test_renderers_are_told_to_draw_into_memory_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DISPLAY", "SDL_VIDEODRIVER"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MUJOCO_GL", "osmesa")
-    with report.without_screen():
-        assert (os.environ["SDL_VIDEODRIVER"], os.environ["MUJOCO_GL"]) == ("dummy", "osmesa")
-    assert "SDL_VIDEODRIVER" not in os.environ
-
-
 def test_no_environment_is_made_when_no_episode_is_asked_for(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "record_episode", lambda *_: pytest.fail("an environment was made"))
+    monkeypatch.setattr(film, "film_checkpoint", lambda *_: pytest.fail("an environment was made"))
     assert "Episodes" not in page_of(trained, "--no-episode")
 
 
 def test_a_long_episode_is_thinned_to_few_frames(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "MOST_FRAMES", 4)
+    monkeypatch.setattr(film, "MOST_FRAMES", 4)
     from PIL import Image
 
     checkpoint = find_runs([trained])[0].folder / "checkpoints" / "best.ckpt"
-    picture, _ = report.record_episode(checkpoint)
-    with Image.open(io.BytesIO(picture)) as image:
+    with Image.open(io.BytesIO(film.film_checkpoint(checkpoint).gif)) as image:
         assert (getattr(image, "n_frames", 1), image.info["duration"]) == (3, 400)  # steps 0, 4 and 8
-    monkeypatch.setattr(report, "MOST_STEPS", 7)
-    assert report.record_episode(checkpoint)[1] == "the first 7 steps, return 7"
+    monkeypatch.setattr(film, "MOST_STEPS", 7)
+    assert film.film_checkpoint(checkpoint).told == "the first 7 steps, return 7"
+
+
+def test_a_film_is_shown_by_a_notebook_and_saved(trained: str, tmp_path: Path) -> None:
+    ppo = PPO.load(find_runs([trained])[0].folder / "checkpoints" / "best.ckpt", env=Drawn)
+    shown = ppo.video()
+    assert shown._repr_html_().startswith('<img alt="10 steps, return 10" src="data:image/gif;base64,R0lG')
+    assert shown.save(tmp_path / "e.gif").read_bytes() == shown.gif
+    assert ppo.video(seed=7).told == "10 steps, return 10"
 
 
 def test_an_output_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
@@ -259,12 +258,29 @@ def test_plot_writes_svg_png_and_pdf(tmp_path: Path) -> None:
         assert Path(name).read_bytes().startswith(magic)
 
 
+def test_plot_draws_a_chart_per_environment_and_says_what_lines_and_bands_are(tmp_path: Path) -> None:
+    for algo in ("ppo", "a2c"):
+        write_group(tmp_path / "runs", [10.0, 12.0, 14.0], algo=algo)
+    write_group(tmp_path / "runs", [-100.0, -120.0], env_id="Pendulum-v1")
+    write_run(tmp_path / "runs", [1.0], env_id="Acrobot-v1")
+    shown = run_command("plot", "runs")
+    assert "Acrobot-v1: too few evaluations" in shown
+    drawing = Path("curves.svg").read_text(encoding="utf-8")
+    assert drawing.count(BAND) == 3
+    assert "Line: interquartile mean of 2 to 3 runs. Band: 95% bootstrap interval." in drawing
+    found = [drawing.count(color) for color in report.COLORS[:2]]
+    assert found == [3, 5]  # line, band and name of a2c; ppo has two lines and two bands
+    for name in ("CartPole-v1", "Pendulum-v1"):
+        assert f">{name}<" in drawing
+    write_run(tmp_path / "one", [1.0, 2.0, 3.0])
+    run_command("plot", "one")
+    assert "Line: one run." in Path("curves.svg").read_text(encoding="utf-8")
+
+
 def test_plot_refuses_what_it_cannot_draw(tmp_path: Path) -> None:
     write_group(tmp_path / "runs", [10.0])
     refused = run_command("plot", "runs", "--output", "c.jpg", code=2)
     assert "--output is 'c.jpg'; it must end in .svg, .png or .pdf." in refused
-    write_group(tmp_path / "runs", [10.0], env_id="Pendulum-v1")
-    assert "plot runs on one environment" in run_command("plot", "runs", code=2)
     write_run(tmp_path / "short", [1.0])
     assert "to draw a curve" in run_command("plot", "short", code=2)
     assert not Path("curves.svg").exists()

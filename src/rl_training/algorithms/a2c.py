@@ -15,10 +15,10 @@ from rl_training.ops.losses import Losses, actor_critic_losses, policy_gradient,
 
 
 def a2c_loss(batch: Batch, ent_coef: float, vf_coef: float) -> Losses:
-    """From logprobs, advantages, values, returns and entropy, all [B]."""
+    """From logprobs, advantages, values, returns and entropy, all [B]; `weights` optional."""
     gain = policy_gradient(batch["logprobs"], batch["advantages"])
     error = value_error(batch["values"], batch["returns"])
-    return actor_critic_losses(gain, error, batch["entropy"], ent_coef, vf_coef)
+    return actor_critic_losses(gain, error, batch["entropy"], ent_coef, vf_coef, batch.get("weights"))
 
 
 class A2C(ActorCriticAlgorithm):
@@ -39,9 +39,9 @@ class A2C(ActorCriticAlgorithm):
 
     def gradient_step(self, rows: Batch) -> dict[str, Tensor]:
         """Take one gradient step on rows [B] and return its metrics."""
-        advantages = self.scale_advantages(rows["advantages"])
+        advantages = self.scale_advantages(rows["advantages"], rows.get("weights"))
         policy, backward = self.trace(rows)
-        terms = {**policy._asdict(), "advantages": advantages, "returns": rows["returns"]}
+        terms = {**rows, **policy._asdict(), "advantages": advantages}
         losses = a2c_loss(terms, self.ent_coef, self.vf_coef)
         return {**losses, "grad_norm": self.optimizer.apply_gradients(backward(*losses.slopes))}
 

@@ -9,91 +9,74 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting
+from rl_training.algorithms.reward_scale import RewardScale
 from rl_training.ops.returns import gae
 from rl_training.speed.optimizer import Backward, Optimizer
 
+ROWS = ("obs", "actions", "logprobs", "values", "advantages", "returns", "action_masks")
 MOST_STEPS = 32  # in one graph
 MOST_NUMBERS = 16  # per row; a GPU gathers these one by one, because `index_select` spends a block of threads on a row
 
 
-class RewardScale(nn.Module):
-    """Divide rewards by the running deviation of the discounted return, then clip them; no mean is subtracted."""
-
-    ranks: Any = None
-
-    def __init__(self, gamma: float, clip: float = 10.0) -> None:
-        super().__init__()
-        self.gamma, self.clip = gamma, clip
-        self.moments: Tensor
-        # count, mean, sum of squares
-        self.register_buffer("moments", torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64))
-        self.running: Tensor | None = None
-
-    @torch.no_grad()
-    def forward(self, rewards: Tensor, cuts: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Add rewards [T, N] to the statistics and scale them; the discounted return restarts at every cut."""
-        running = torch.zeros_like(rewards[0]) if self.running is None else self.running
-        returns = torch.empty_like(rewards)
-        keep = self.gamma * (~cuts).to(rewards.dtype)
-        for t in range(len(rewards)):
-            returns[t] = running + rewards[t]
-            running = returns[t] * keep[t]
-        self.running = running.clone()
-        rows = (returns if valid is None else returns[valid]).double().flatten()
-        new_mean, new_var, new = rows.mean(), rows.var(correction=0), len(rows)
-        if self.ranks is not None:
-            (new_mean, new_var), new = self.ranks.moments(new_mean, new_var), new * self.ranks.count
-        count, mean, squares = self.moments
-        total = count + new
-        delta = new_mean - mean
-        squares = squares + new_var * new + delta.square() * count * new / total
-        self.moments.copy_(torch.stack([total, mean + delta * new / total, squares]))
-        deviation = (squares / total).sqrt().to(rewards.dtype) + 1e-8
-        scaled: Tensor = (rewards / deviation).clamp(-self.clip, self.clip)
-        return scaled
-
-    def forget_episodes(self) -> None:
-        """Drop the returns so far, because new episodes start; the statistics stay."""
-        self.running = None
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """The discounted return of each environment so far."""
-        return {"running": self.running}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `get_extra_state`."""
-        running = state["running"]
-        self.running = None if running is None else running.to(self.moments.device)
-
-
 class PolicyActing(Algorithm):
-    """A learner of a `policy` that samples (`act`) and estimates values: the rollout family, GAIL."""
+    """A learner of a `policy` that samples (`act`) and estimates values: the rollout family, GAIL.
+
+    A policy with memory has `heads`, which act and estimate values from what the memory makes of observations
+    (`remember`); `sample` takes that in place of observations.
+    """
 
     policy: Any
+    has_memory = False
 
     def acting(self) -> nn.Module:
         """Policy and normalizer."""
         policy: nn.Module = self.policy
         return policy
 
+    @property
+    def heads(self) -> Any:
+        """What acts and estimates values: the policy, or its heads on the output of a memory."""
+        return self.policy.heads if self.has_memory else self.policy
+
+    def initial_carry(self, n: int) -> Carry:
+        """Zeros [n, S]; None without a memory."""
+        return self.policy.memory.initial_state(n) if self.has_memory else None
+
+    def remember(self, obs: Tensor, carry: Carry, is_first: Tensor | None) -> tuple[Tensor, Carry]:
+        """What the heads read for observations [N, ...], and the memory after them; without a memory, `obs`."""
+        if not self.has_memory:
+            return obs, None
+        carry = self.initial_carry(len(obs)) if carry is None else carry
+        is_first = torch.zeros_like(carry[:, 0], dtype=torch.bool) if is_first is None else is_first
+        found: tuple[Tensor, Carry] = self.policy.remember(obs, carry, is_first)
+        return found
+
     @torch.no_grad()
     def act(
         self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
         action_masks: Tensor | None = None,
     ) -> ActOutput:  # fmt: skip
-        """Actions, with the log-probabilities and values that a rollout stores with them."""
-        out = self.policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
-        return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
+        """Actions, with the log-probabilities, values and states of a memory that a rollout stores with them."""
+        obs, carry = self.remember(obs, carry, is_first)
+        out = self.heads.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
+        extras = {"logprobs": out.logprobs, "values": out.values}
+        return ActOutput(out.actions, extras if carry is None else {**extras, "states": carry}, carry)
 
     def sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Actions [N, ...] from standard Gaussian or Gumbel noise [N, A], with their log-probabilities [N]."""
-        chosen = self.policy.distribution(obs)
+        chosen = self.heads.distribution(obs)
         actions = chosen.sample(noise=noise)
         return actions, chosen.log_prob(actions)
 
-    def state_values(self, obs: Tensor, action_masks: Tensor | None = None) -> Tensor:
-        """The critic's values [N] of observations [N, ...], in which these actions [N, A] are legal."""
-        values: Tensor = self.policy.values(obs)
+    def state_values(
+        self, obs: Tensor, action_masks: Tensor | None = None, states: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The critic's values [N] of observations [N, ...], in which these actions [N, A] are legal.
+
+        With memory, `states` [N, S] is the memory before them, and `starts` [N] is true where an episode starts.
+        """
+        values: Tensor = self.heads.values(self.remember(obs, states, starts)[0])
         return values
 
 
@@ -104,6 +87,8 @@ class RolloutLearner(Algorithm):
     gae_lambda = Number("in [0, 1]", 0.95)
     optimizer_eps = Number("> 0", 1e-5, read="by value")
     optimizer: Optimizer
+    sequence_length = Setting(">= 1", None)  # of a policy with memory; None: the rollout
+    refresh_memory = Setting(default=False)
 
     def __init__(self, *, normalize_rewards: bool = False, **settings: Any) -> None:
         super().__init__(**settings)
@@ -111,6 +96,10 @@ class RolloutLearner(Algorithm):
 
     def state_values(self, obs: Tensor, action_masks: Tensor | None = None) -> Tensor:
         """Values [N] of observations [N, ...], in which these actions [N, A] are legal."""
+        raise NotImplementedError
+
+    def first_states(self, rollout: Batch, length: int) -> Tensor:
+        """The states [M, S] before sequences of that length, read again from a rollout."""
         raise NotImplementedError
 
     def time_major(self, batch: Batch) -> dict[str, Tensor]:
@@ -128,8 +117,11 @@ class RolloutLearner(Algorithm):
 
         The learner's critic evaluates `bootstrap_obs` [N, ...]; without it the batch has `bootstrap_value`.
         """
-        given = "bootstrap_obs" not in batch
-        last = batch["bootstrap_value"].to(values.dtype) if given else self.state_values(batch["bootstrap_obs"])
+        if "bootstrap_obs" in batch:
+            memory = (None, batch["states"][-1], batch["starts"][-1]) if "states" in batch else ()
+            last = self.state_values(batch["bootstrap_obs"], *memory)
+        else:
+            last = batch["bootstrap_value"].to(values.dtype)
         following = torch.cat([values[1:], last.unsqueeze(0)])
         if "truncation_values" not in batch:
             return following
@@ -141,12 +133,13 @@ class RolloutLearner(Algorithm):
         others = {name: value for name, value in batch.items() if name != "final_obs"}
         if "final_obs" not in batch:
             return others
-        truncated = batch["truncated"]
+        truncated, given = batch["truncated"], {"obs": batch["final_obs"].flatten(0, 1)}
+        if "states" in batch:  # the memory after the last observation before it
+            given["states"] = batch["states"][1:].flatten(0, 1)
         if batch["final_obs"].dim() == 3 and not truncated.is_cpu:  # finding these rows would make the host wait
-            values = self.state_values(batch["final_obs"].flatten(0, 1))
-            return others | {"truncation_values": values.view_as(truncated)}
+            return others | {"truncation_values": self.state_values(**given).view_as(truncated)}
         rows = truncated.flatten().nonzero().squeeze(-1)
-        finals = self.state_values(batch["final_obs"].flatten(0, 1).index_select(0, rows))
+        finals = self.state_values(**{name: column.index_select(0, rows) for name, column in given.items()})
         values = finals.new_zeros(truncated.numel()).index_copy_(0, rows, finals)
         return others | {"truncation_values": values.view_as(truncated)}
 
@@ -154,10 +147,11 @@ class RolloutLearner(Algorithm):
         """GAE advantages and returns [T, N] from the behavior critic's values."""
         values = batch.get("values")
         if values is None:
-            flat = batch["obs"].flatten(0, 1)
-            legal = batch["action_masks"].flatten(0, 1) if "action_masks" in batch else None
+            shape = batch["obs"].shape[:2]
+            names = [name for name in ("obs", "action_masks", "states", "starts") if name in batch]
             with torch.no_grad():
-                values = self.state_values(flat, legal).view(batch["obs"].shape[:2])
+                values = self.state_values(**{name: batch[name][: shape[0]].flatten(0, 1) for name in names})
+            values = values.view(shape)
         next_values = self.successor_values(values, self.value_finals(batch))
         advantages = gae(values=values, next_values=next_values, lambda_=self.gae_lambda, **self.time_major(batch))
         return advantages, advantages + values
@@ -168,13 +162,17 @@ class RolloutLearner(Algorithm):
         return rows if indices is None else select_rows(rows, indices)
 
     def rows_and_indices(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor | None]:
-        """All rows of the batch, flat, and the indices of the rows that are not resets (None if no row is one)."""
+        """All rows of the batch, flat, and the indices of the rows that are not resets (None if no row is one).
+
+        With memory, the rows are whole sequences (`sequences`), and `weights` says which rows are resets.
+        """
         if "rewards" in batch and "advantages" not in batch:
             advantages, returns = self.advantages(batch)
             batch = {**batch, "advantages": advantages, "returns": returns}
+        if "states" in batch:
+            return sequences(batch, self.sequence_length or len(batch["advantages"])), None
         lead = batch["advantages"].dim()
-        names = ("obs", "actions", "logprobs", "values", "advantages", "returns", "action_masks")
-        rows = {name: batch[name] if lead == 1 else batch[name].flatten(0, 1) for name in names if name in batch}
+        rows = {name: batch[name] if lead == 1 else batch[name].flatten(0, 1) for name in ROWS if name in batch}
         valid = batch.get("valid")
         return rows, None if valid is None else valid.flatten().nonzero().squeeze(-1)
 
@@ -185,7 +183,9 @@ class RolloutLearner(Algorithm):
         """
         observation_input = getattr(self.acting(), "observation_input", None)
         if observation_input is not None:
-            observation_input.update(rows["obs"])
+            is_flat, is_real = "starts" not in rows, rows.get("weights")
+            obs = rows["obs"]
+            observation_input.update(obs if is_flat else obs.flatten(0, 1) if is_real is None else obs[is_real > 0])
 
 
 class ActorCriticAlgorithm(PolicyActing, RolloutLearner):
@@ -196,11 +196,23 @@ class ActorCriticAlgorithm(PolicyActing, RolloutLearner):
     def __init__(self, *, policy: nn.Module, **settings: Any) -> None:
         super().__init__(**settings)
         self.policy = policy
+        self.has_memory = hasattr(policy, "remember")
 
     def trace(self, rows: Batch) -> tuple[Any, Backward]:
-        """Log-probabilities, values and entropy [B] of rows, and a function that maps their slopes to gradients."""
+        """Log-probabilities, values and entropy [B] of rows, and a function that maps their slopes to gradients.
+
+        All of them are [M, L] for whole sequences.
+        """
         inputs = rows["obs"], rows["actions"], rows.get("action_masks")
+        if self.has_memory:
+            inputs = *inputs, rows["state"], rows["starts"]  # type: ignore[assignment]
         return self.optimizer.trace(self.policy, *inputs, call=self.policy.evaluate_actions)
+
+    def first_states(self, rollout: Batch, length: int) -> Tensor:
+        """As `RolloutLearner`; the first state of the rollout stays."""
+        before, starts = rollout["states"][:1], rollout["starts"][:-1]
+        after = self.policy.states(rollout["obs"], before[0], starts)
+        return torch.cat([before, after[length - 1 : -1 : length]]).flatten(0, 1)
 
     def scale_advantages(self, advantages: Tensor, weights: Tensor | None = None) -> Tensor:
         """Advantages for the loss, normalized over all ranks if `normalize_advantages` is set."""
@@ -219,29 +231,39 @@ class ShuffledEpochs(RolloutLearner):
         """Take one gradient step on rows [B]; return its metrics [K]."""
         raise NotImplementedError
 
+    def entries(self, rows: Batch, count: int) -> int:
+        """How many of `count` rows, or whole sequences, a minibatch has: `minibatch_size` rows, or about as many."""
+        return count if self.minibatch_size is None else max(1, self.minibatch_size // length_of(rows))
+
     def shuffled_steps(self, rows: Batch, order: Tensor) -> Tensor:
         """Take a gradient step on every `minibatch_size` rows in the given order; return the steps' metrics [S, K]."""
-        chosen = select_rows(rows, order)
-        pieces = zip(*(value.split(self.minibatch_size or len(order)) for value in chosen.values()), strict=True)
+        chosen, size = select_rows(rows, order), self.entries(rows, len(order))
+        pieces = zip(*(value.split(size) for value in chosen.values()), strict=True)
         return torch.stack([self.minibatch_step(dict(zip(chosen, piece, strict=True))) for piece in pieces])
 
-    def whole_minibatches(self, count: int) -> tuple[int, int]:
+    def whole_minibatches(self, rows: Batch, count: int) -> tuple[int, int]:
         """How many of `count` shuffled rows are in minibatches of full size, and in any: a last single row is dropped.
 
         The smaller last minibatch runs separately: without an engine's reset rows, its size varies.
         """
-        size = self.minibatch_size or count
-        kept = count - (count > 1 and (count - 1) % size == 0)
+        size, is_row = self.entries(rows, count), length_of(rows) == 1
+        kept = count - (is_row and count > 1 and (count - 1) % size == 0)
         return kept - kept % size, kept
 
-    def epochs(self, rows: Batch, indices: Tensor | None) -> Iterator[Tensor]:
-        """Make `update_epochs` passes over the rows of these indices (None: all); yield each one's metrics [S, K]."""
+    def epochs(self, rows: Batch, indices: Tensor | None, rollout: Batch | None = None) -> Iterator[Tensor]:
+        """Make `update_epochs` passes over the rows of these indices (None: all); yield each one's metrics [S, K].
+
+        With `refresh_memory`, later passes read their states again from the `rollout`.
+        """
         count, device = len(rows["returns"] if indices is None else indices), rows["returns"].device
-        whole, kept = self.whole_minibatches(count)
-        for _ in range(self.update_epochs):
+        whole, kept = self.whole_minibatches(rows, count)
+        most = self.entries(rows, count) * max(1, MOST_STEPS // length_of(rows))
+        for epoch in range(self.update_epochs):
+            if epoch and self.refresh_memory and rollout is not None and "states" in rollout:
+                rows = {**rows, "state": self.first_states(rollout, length_of(rows))}
             order = torch.randperm(count, generator=self.generator, device=device)
             order = order if indices is None else indices[order]
-            parts = [*order[:whole].split((self.minibatch_size or count) * MOST_STEPS), order[whole:kept]]
+            parts = [*order[:whole].split(most), order[whole:kept]]
             yield torch.cat([self.shuffled_steps(rows, part) for part in parts if len(part)])
 
 
@@ -256,6 +278,25 @@ def read_ends(batch: Batch) -> tuple[Tensor, Tensor]:
         ended = terminated | truncated
         terminated = terminated if "terminated" in batch else terminated & ~truncated
     return terminated, ended
+
+
+def sequences(batch: Batch, length: int) -> dict[str, Tensor]:
+    """A rollout [T, N] as whole sequences [M, length, ...], with the `state` [M, S] that its memory had before each.
+
+    M = N T / length. `starts` are true where an episode starts, `weights` are 0 on an engine's reset rows.
+    """
+    steps = len(batch["advantages"])
+    columns = {name: batch[name] for name in ROWS if name in batch} | {"starts": batch["starts"][:steps]}
+    if "valid" in batch:
+        columns["weights"] = batch["valid"].float()
+    rows = {name: x.unflatten(0, (-1, length)).transpose(1, 2).flatten(0, 1) for name, x in columns.items()}
+    return {**rows, "state": batch["states"][:steps:length].flatten(0, 1)}
+
+
+def length_of(rows: Batch) -> int:
+    """Steps of each sequence [M, L]; 1 for flat rows."""
+    returns = rows["returns"]
+    return 1 if returns.dim() == 1 else returns.shape[1]
 
 
 def select_rows(rows: Batch, index: Tensor) -> dict[str, Tensor]:

@@ -76,7 +76,7 @@ class APPO(IMPALA):
     def minibatch_step(self, rollout: Batch) -> Tensor:
         """Take one gradient step on trajectories [T, B]; return its metrics in the order of METRICS."""
         (policy, backward), weights = self.trace_rollout(rollout), rollout.get("weights")
-        terms = {**rollout, **policy}
+        terms = rollout = {**rollout, **policy}
         if self.target is None:
             targets, advantages = self.vtrace(rollout, policy["target_logprobs"], policy["values"], None)
             kl = torch.zeros((), device=targets.device)

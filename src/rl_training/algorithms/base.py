@@ -7,7 +7,7 @@ class defines `self.gamma`: its bounds, its default, and that the constructor ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from rl_training.errors import UserError
 from rl_training.speed.capture import capture_step
 from rl_training.speed.optimizer import Optimizer
 from rl_training.speed.passes import NumpyPolicy
+from rl_training.speed.recurrent_passes import NumpyMemory
 
 Batch = Mapping[str, Tensor]
 Carry = Any
@@ -29,6 +30,7 @@ BOUNDS: dict[str, Callable[[Any], bool]] = {
     "in [0, 1]": lambda x: 0 <= x <= 1,
     "in (0, 1]": lambda x: 0 < x <= 1,
     "in (0, 1)": lambda x: 0 < x < 1,
+    "in [0, 1)": lambda x: 0 <= x < 1,
     "any": lambda x: True,
 }
 NO_DEFAULT: Any = object()
@@ -170,11 +172,19 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class ActOutput:
-    """Actions [N, ...], the values stored with them (logprobs, values, ...), and recurrent state."""
+    """Actions [N, ...], the values stored with them (logprobs, values, ...), and recurrent state [N, S].
+
+    The state after the observation is in `extras` too, as "states", if experience stores it (`Facts.state_size`).
+    """
 
     actions: Tensor
     extras: dict[str, Tensor] = field(default_factory=dict)
     carry: Carry = None
+
+
+def defines_explore(learner: type[Algorithm]) -> bool:
+    """Whether a class of learners explores in a way of its own."""
+    return learner.explore is not Algorithm.explore
 
 
 class Algorithm(nn.Module):
@@ -187,12 +197,15 @@ class Algorithm(nn.Module):
     learning_rate = Number(">= 0")
     optimizer_eps = Number("> 0", 1e-8, read="by value")
     max_grad_norm = Number("> 0", None)
+    adam_beta1 = Setting("in [0, 1)", 0.9)
+    weight_decay = Setting(">= 0", 0.01)
 
     ranks: Any = None  # the other learners of a distributed run (run/ranks.py); None in a run of one process
     steps: tuple[str, ...] = ()  # methods that `accelerate` may compile and capture (see `CapturedStep`)
     graphs: tuple[str, ...] = ()  # methods that call the steps; if there are any, they are captured instead
     reads_logprobs: ClassVar[bool] = True  # of the policy that acted
     reads_values: ClassVar[bool] = True  # of the critic that acted, if a rollout has them; else it values observations
+    observes = False  # whether `observe` is called with every step
     eager_part: ClassVar[str] = ""  # describes the part of an update that is neither a step nor a graph
 
     def __init__(self, *, optimizer: str = "adam", **settings: Any) -> None:
@@ -218,6 +231,13 @@ class Algorithm(nn.Module):
         """Choose actions for observations [N, ...]."""
         raise NotImplementedError
 
+    def explore(self, actions: Tensor, obs: Tensor, action_masks: Tensor | None = None) -> Tensor:
+        """The actions that training takes instead of these deterministic ones [N, ...]; continuous ones are clipped.
+
+        A subclass that learns from replay may define it; then nothing else explores.
+        """
+        raise NotImplementedError
+
     def learn(self, batch: Batch) -> UpdateResult:
         """Make one update from one batch."""
         raise NotImplementedError
@@ -225,6 +245,12 @@ class Algorithm(nn.Module):
     def update_model(self, batch: Batch, *, global_step: int = 0) -> UpdateResult:
         """Make one update of the dynamics model; only model-based learners have one."""
         raise NotImplementedError(f"{type(self).__name__} has no dynamics model")
+
+    def observe(self, row: Mapping[str, Any]) -> None:
+        """Look at a step of each environment once, before the updates that it makes due; for running statistics.
+
+        It has the columns [N, ...] of `Experience.rows`, of which `envs` are the environments if these are not all.
+        """
 
     def acting(self) -> nn.Module:
         """The modules that acting, evaluation and prediction need: policy and normalizer."""
@@ -239,11 +265,28 @@ class Algorithm(nn.Module):
         make = getattr(self.acting(), "numpy_policy", None)
         return None if make is None else make()
 
+    def numpy_memory(self) -> NumpyMemory | None:
+        """One step of the memory without torch, whose outputs the numpy policy reads; None without a memory."""
+        make = getattr(self.acting(), "numpy_memory", None)
+        return None if make is None else make()
+
     def initial_carry(self, n: int) -> Carry:
         """Initial recurrent state of `n` environments; None for a policy without memory."""
         return None
 
+    def exploring_carry(self, n: int) -> Carry:
+        """What acting in `n` environments remembers while it explores: the recurrent state, unless there is more."""
+        return self.initial_carry(n)
+
     # what is shared --------------------------------------------------------------------------------------------
+
+    def act_in_training(self, obs: Tensor, carry: Carry = None, **given: Any) -> ActOutput:
+        """`act`, or what `explore` makes of its deterministic actions."""
+        if not defines_explore(type(self)):
+            return self.act(obs, carry, **given)
+        found = self.act(obs, carry, deterministic=True, **given)
+        actions = self.explore(found.actions, obs, given.get("action_masks"))
+        return replace(found, actions=actions.clamp(-1.0, 1.0) if actions.is_floating_point() else actions)
 
     def update(self, batch: Batch, *, phase: str = "policy", global_step: int = 0, sync: bool = True) -> UpdateResult:
         """Set train mode, call `learn` (or `update_model`) and count the update; with `sync`, metrics become floats."""
@@ -271,7 +314,9 @@ class Algorithm(nn.Module):
         """The declared settings and numbers that have a default, by name: arguments of the constructor."""
         return {name: value for name, value in declared(cls) if value.default is not NO_DEFAULT}
 
-    def make_optimizer(self, name: str, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
+    def make_optimizer(
+        self, name: str, parameters: nn.Module | Iterable[nn.Parameter], **options: Any
+    ) -> Optimizer:
         """Make an optimizer that is part of `state_dict`, under `name`, which error messages use too.
 
         Its learning rate is that of its name (`critic_learning_rate` for "critic_optimizer") if the learner has one
@@ -281,7 +326,8 @@ class Algorithm(nn.Module):
         own = name.removesuffix("optimizer") + "learning_rate"
         options = {
             "learning_rate": (own, "learning_rate") if own in self.numbers else "learning_rate",
-            "kind": self.optimizer_kind, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm", **options,
+            "kind": self.optimizer_kind, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm",
+            "beta1": self.adam_beta1, "weight_decay": self.weight_decay, **options,
         }  # fmt: skip
         optimizer = Optimizer(parameters, numbers=self.numbers, **options)
         self.add_module(name, optimizer)

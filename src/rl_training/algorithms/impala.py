@@ -2,6 +2,8 @@
 
 The policy that acted may be older than the policy that learns; V-trace weights each temporal difference by the clipped
 ratio pi/mu. Losses are means over the rollout, not sums as in the paper, so learning rates are like other learners'.
+With memory, the learner reads each rollout again from the state that the actor had at its start, and the observation
+after it too, for the bootstrap value.
 """
 
 from __future__ import annotations
@@ -64,16 +66,23 @@ class IMPALA(ActorCriticAlgorithm):
     def trajectories(self, batch: Batch) -> dict[str, Tensor]:
         """The rollout [T, B] with the inputs of V-trace: rewards, discounts, cuts, weights, log-probabilities of mu."""
         names = (
-            "obs", "actions", "action_masks", "behavior_logprobs", "truncated",
+            "obs", "actions", "action_masks", "behavior_logprobs", "truncated", "states", "starts",
             "bootstrap_obs", "bootstrap_value", "final_obs", "truncation_values",
         )  # fmt: skip
         rollout = {name: batch[name] for name in names if name in batch} | self.time_major(batch)
         if "valid" in batch:
             rollout["weights"] = batch["valid"].float()
+        if self.has_memory:  # which reads the observation after the rollout too
+            rollout["obs"] = torch.cat([rollout["obs"], rollout.pop("bootstrap_obs").unsqueeze(0)])
         return rollout
 
     def trace_rollout(self, rollout: Batch) -> tuple[dict[str, Tensor], Backward]:
-        """target_logprobs, values and entropy [T, B] of the learner's policy, and the backward pass, as in `trace`."""
+        """target_logprobs, values and entropy [T, B] of the learner's policy, and the backward pass, as in `trace`.
+
+        With memory, the learner's `bootstrap_value` [B] too.
+        """
+        if self.has_memory:
+            return self._trace_sequences(rollout)
         rows = {name: rollout[name].flatten(0, 1) for name in ("obs", "actions", "action_masks") if name in rollout}
         policy, backward = self.trace(rows)
         shape = rollout["rewards"].shape
@@ -82,6 +91,17 @@ class IMPALA(ActorCriticAlgorithm):
             "entropy": policy.entropy.reshape(shape),
         }  # fmt: skip
         return outputs, lambda *slopes: backward(*(None if slope is None else slope.flatten() for slope in slopes))
+
+    def _trace_sequences(self, rollout: Batch) -> tuple[dict[str, Tensor], Backward]:
+        names = "obs", "actions", "action_masks", "starts"
+        obs, actions, masks, starts = (rollout[name].transpose(0, 1) if name in rollout else None for name in names)
+        inputs = obs, actions, masks, rollout["states"][0], starts
+        policy, backward = self.optimizer.trace(self.policy, *inputs, call=self.policy.evaluate_rollout)
+        outputs = {
+            "target_logprobs": policy.logprobs.t(), "values": policy.values.t(), "entropy": policy.entropy.t(),
+            "bootstrap_value": policy.last_values,
+        }  # fmt: skip
+        return outputs, lambda *slopes: backward(*(None if slope is None else slope.t() for slope in slopes), None)
 
     def vtrace(
         self, rollout: Batch, logprobs: Tensor, values: Tensor, pg_rho_clip: float | None
@@ -99,8 +119,9 @@ class IMPALA(ActorCriticAlgorithm):
     def gradient_step(self, rollout: Batch) -> dict[str, Tensor]:
         """Take one gradient step on trajectories [T, B] and return its metrics."""
         policy, backward = self.trace_rollout(rollout)
+        rollout = {**rollout, **policy}
         targets, advantages = self.vtrace(rollout, policy["target_logprobs"], policy["values"], self.pg_rho_clip)
-        terms = {**rollout, **policy, "vtrace_targets": targets, "pg_advantages": advantages}
+        terms = {**rollout, "vtrace_targets": targets, "pg_advantages": advantages}
         losses = impala_loss(terms, self.ent_coef, self.vf_coef)
         return {**losses, "grad_norm": self.optimizer.apply_gradients(backward(*losses.slopes))}
 

@@ -23,13 +23,13 @@ LEAST_RATE, MOST_RATE = 1e-5, 1e-2  # between which `desired_kl` moves the learn
 def ppo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> Losses:
     """From new_logprobs, logprobs (of the behavior policy), advantages, values, returns and entropy, all [B].
 
-    With `old_values` of the behavior critic, the value loss is clipped too.
+    With `old_values` of the behavior critic, the value loss is clipped too; `weights` is optional.
     """
     logratio = batch["new_logprobs"] - batch["logprobs"]
     gain = clipped_surrogate(logratio, batch["advantages"], clip_coef)
     error = value_error(batch["values"], batch["returns"], batch.get("old_values"), clip_coef)
     statistics = ratio_statistics(logratio, clip_coef)
-    return actor_critic_losses(gain, error, batch["entropy"], ent_coef, vf_coef, statistics=statistics)
+    return actor_critic_losses(gain, error, batch["entropy"], ent_coef, vf_coef, batch.get("weights"), statistics)
 
 
 class PPO(ShuffledEpochs, ActorCriticAlgorithm):
@@ -54,13 +54,18 @@ class PPO(ShuffledEpochs, ActorCriticAlgorithm):
         self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
     def minibatch_step(self, rows: Batch) -> Tensor:
-        """Take one gradient step on rows [B]; return metrics [7] in the order of `ppo_loss`, then the gradient norm."""
+        """Take one gradient step on rows [B]; return metrics [7] in the order of `ppo_loss`, then the gradient norm.
+
+        With memory, rows are whole sequences [M, L].
+        """
         policy, backward = self.trace(rows)
-        advantages = self.scale_advantages(rows["advantages"])
+        advantages = self.scale_advantages(rows["advantages"], rows.get("weights"))
         terms = {
             "new_logprobs": policy.logprobs, "logprobs": rows["logprobs"], "values": policy.values,
             "entropy": policy.entropy, "advantages": advantages, "returns": rows["returns"],
         }  # fmt: skip
+        if "weights" in rows:
+            terms["weights"] = rows["weights"]
         if self.clip_value_loss:
             terms["old_values"] = rows["values"]
         losses = ppo_loss(terms, self.clip_coef, self.ent_coef, self.vf_coef)
@@ -87,10 +92,10 @@ class PPO(ShuffledEpochs, ActorCriticAlgorithm):
         """Make `update_epochs` passes over the rollout; stop early if an epoch's mean KL exceeds 1.5 `target_kl`."""
         (rows, indices), epochs = self.rows_and_indices(batch), []
         count = len(rows["returns"] if indices is None else indices)
-        _, kept = self.whole_minibatches(count)
-        if self.desired_kl is not None and self.update_epochs == 1 and kept <= (self.minibatch_size or count):
+        _, kept = self.whole_minibatches(rows, count)
+        if self.desired_kl is not None and self.update_epochs == 1 and kept <= self.entries(rows, count):
             raise UserError("desired_kl compares minibatches, but a rollout has only one; raise update_epochs to 2.")
-        for epoch in self.epochs(rows, indices):
+        for epoch in self.epochs(rows, indices, batch):
             epochs.append(epoch)
             if self.target_kl is not None and self.joint(epoch[:, 4].mean()) > 1.5 * self.target_kl:
                 break

@@ -33,6 +33,7 @@ class RLPD(SAC):
 
     def __init__(self, *, model: Any, **settings: Any) -> None:
         size = settings.get("critic_subset_size", 2)
-        if size is not None and size < model.critics.num_members and settings.get("target_entropy") is None:
-            settings["target_entropy"] = -model.action_dim / 2
+        is_subset = size is not None and size < model.critics.num_members
+        if is_subset and settings.get("target_entropy_per_dimension") is None:
+            settings["target_entropy_per_dimension"] = -0.5
         super().__init__(model=model, **settings)

@@ -6,12 +6,15 @@ import dis
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from html import escape
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from rl_training.config.params import dump_params, read_params
 from rl_training.config.settings import UNSAID, AnyConfig, fill_defaults, read_config
@@ -23,6 +26,8 @@ from rl_training.envs.probe import probe_spaces
 from rl_training.errors import UserError, did_you_mean, sb3_hints
 from rl_training.record.checkpoints import save_checkpoint
 from rl_training.run import learner
+from rl_training.run.film import Film, film_episode
+from rl_training.run.live import Live, is_watched, shows_html
 from rl_training.run.loop import RunState
 from rl_training.run.ranks import join_ranks
 from rl_training.run.restoring import move_config
@@ -34,6 +39,7 @@ from rl_training.validation import validate, whole_number
 Self = TypeVar("Self", bound="ManagedAlgorithm")
 Given = AnyConfig | UserEnv | None
 ARGUMENTS_OF_LEARN = ("total_timesteps", "callbacks", "progress", "reset", "raise_on_signal")
+ARGUMENTS_OF_PREDICT = ("obs", "deterministic", "action_mask")
 _seen: dict[tuple[int, int], CodeType] = {}  # by call; the code is kept, so that no other one gets its id
 
 
@@ -103,13 +109,15 @@ class ManagedAlgorithm:
 
     def learn(
         self, total_timesteps: int | None = None, *, callbacks: Iterable[Callback] | Callback | None = None,
-        progress: bool | None = None, reset: bool = False, raise_on_signal: bool = True, **unknown: Any,
+        progress: bool | Literal["plot"] | None = None, reset: bool = False, raise_on_signal: bool = True,
+        **unknown: Any,
     ) -> TrainResult:  # fmt: skip
         """Train for `total_timesteps` steps; the default is the config's budget.
 
         Called again, or after `load`, it continues for that many more steps; without a number, to the end of an
         unfinished budget. Schedules stretch to the new end. `reset=True` starts a new run. `progress` shows a progress
-        line; None shows it in a terminal or notebook only.
+        line; None shows it in a terminal or notebook only. In a notebook it is a bar, and with "plot" also a plot of
+        the returns.
 
         Ctrl-C (SIGINT) and SIGTERM stop after the current update and save. Then `learn` raises KeyboardInterrupt or
         `rl_training.Terminated`; with `raise_on_signal=False` it returns the result. Either way, this object has the
@@ -123,8 +131,11 @@ class ManagedAlgorithm:
             total_timesteps, callbacks = None, total_timesteps
         callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks
         steps = None if total_timesteps is None else whole_number("total_timesteps", total_timesteps, least=1)
-        is_watched = sys.stderr.isatty() or type(sys.stderr).__module__ == "ipykernel.iostream"  # or in a notebook
-        shown = is_watched if progress is None else progress
+        if progress not in (True, False, None, "plot"):
+            raise UserError(f"progress is {progress!r}; it must be True, False, None or 'plot'.")
+        shown = is_watched() if progress is None else bool(progress)
+        if shown and shows_html():
+            callbacks, shown = [*(callbacks or ()), Live(plot=progress == "plot")], False
         if self._checkpoint is None or reset:
             config = self._asked if steps is None else self._asked.model_copy(update={"total_timesteps": steps})
             result = train(config, env=self.env, callbacks=callbacks, console=shown, raise_on_signal=False)
@@ -161,6 +172,21 @@ class ManagedAlgorithm:
             network=self._own_network,
         )  # fmt: skip
 
+    def __repr__(self) -> str:
+        trained = f"{self._step:,} steps" if self._checkpoint else "not trained"
+        return f"<{type(self).__name__} on {self.config.env_id}: {trained}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: environment, steps, checkpoint, and every hyper-parameter."""
+        rows = {"environment": self.config.env_id, "steps": f"{self._step:,} of {self.config.total_timesteps:,}"}
+        rows["checkpoint"] = str(self._checkpoint or "not trained yet")
+        tables = [
+            "".join(f"<tr><th>{escape(k)}</th><td>{escape(str(v))}</td></tr>" for k, v in table.items())
+            for table in (rows, self.hyperparameters)
+        ]
+        details = f"<details><summary>hyper-parameters</summary><table>{tables[1]}</table></details>"
+        return f"<b>{type(self).__name__}</b><table>{tables[0]}</table>{details}"
+
     @property
     def _own_network(self) -> Any:
         """The network that the user gave or named."""
@@ -177,12 +203,35 @@ class ManagedAlgorithm:
         """All hyper-parameters and schedules with their values; after `learn`, `auto` values are resolved."""
         return dump_params(read_params(get_algorithm_spec(self.algo).params, self.config.algo_kwargs))
 
-    def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
+    def get_parameters(self) -> dict[str, Tensor]:
+        """Copies of all parameters of the networks, targets too, and of the normalizers' statistics, by name."""
+        return learner.copy_parameters(self._loaded().algorithm)
+
+    def set_parameters(self, parameters: Mapping[str, Any]) -> None:
+        """Replace the parameters of these names (of `get_parameters`) and keep the others, also the optimizers' state.
+
+        `predict`, `evaluate` and `save` use them, and the next `learn` continues with them in a new run folder. A
+        target network has names of its own.
+        """
+        if not isinstance(parameters, Mapping):
+            raise UserError(f"parameters is {parameters!r:.60}; {sb3_hints()['remarks']['load_path_or_dict']}")
+        tree = learner.read_checkpoint(self._path("set the parameters of"))
+        if learner.is_policy(tree):
+            raise UserError("this is a policy file, which only acts; set_parameters needs one of a run or of save().")
+        tree["algorithm"] |= learner.check_parameters(self.get_parameters(), parameters)
+        self._folder = TemporaryDirectory(prefix="rl-training-")
+        path = save_checkpoint(Path(self._folder.name) / "parameters.ckpt", tree)
+        policy = learner.TrainedPolicy(*learner.load_algorithm(path, tree, self._own_network))
+        self._checkpoint, self._policy = path, policy
+
+    def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None, **unknown: Any) -> Any:
         """Return the action for an observation, or the actions for a batch; nothing else, so `action, _ =` is wrong.
 
         Every call is treated as the first step of an episode; for a policy with memory (Dreamer) use `actor()`.
         `action_mask` has the form of `info["action_mask"]`, for a batch one per observation; None allows every action.
         """
+        for name in unknown:
+            raise UserError(f"predict has no argument {name!r}; {did_you_mean(name, ARGUMENTS_OF_PREDICT)}")
         action = self._loaded().predict(obs, deterministic, action_mask=action_mask)
         if isinstance(action, np.ndarray):
             warn_if_unpacked(sys._getframe(1))
@@ -191,6 +240,17 @@ class ManagedAlgorithm:
     def actor(self, deterministic: bool = True) -> Actor:
         """Return an actor that remembers its episode."""
         return Actor(self._loaded(), deterministic)
+
+    def video(self, *, seed: int | None = None, deterministic: bool = True) -> Film:
+        """Play an episode and return it as an animated GIF, which a notebook shows; `.save(path)` writes a file.
+
+        It needs no display and no video library; `rl-training eval --record-video DIR` writes MP4 files.
+        """
+        policy = self._loaded()
+        seed = self.config.seed if seed is None else whole_number("seed", seed, least=0)
+        return film_episode(
+            policy.algorithm, policy.spaces, policy.config, self.env, seed=seed, deterministic=deterministic
+        )
 
     def save(self, path: str | Path, include_replay: bool = False, *, policy_only: bool = False) -> Path:
         """Write one file with the config, spaces, learner, normalizers and, on request, the replay buffer.

@@ -47,10 +47,11 @@ def evaluate(
         from rl_training.tools.imagination import draw_imagination
 
         pictures = draw_imagination(path, Path(path).parent, seed=first, env=named)
-    metrics = evaluate_checkpoint(
-        path, num_episodes=episodes, deterministic=not stochastic, seed=first, record_video_dir=record_video,
-        render=render, env=named, network=tuple(modules or ()),
-    )  # fmt: skip
+    with screen.drawing_shown(record_video) as watch:
+        metrics = evaluate_checkpoint(
+            path, num_episodes=episodes, deterministic=not stochastic, seed=first, record_video_dir=record_video,
+            render=render, env=named, network=tuple(modules or ()), watch=watch,
+        )  # fmt: skip
     returns = metrics["eval_returns"]
     listed = ", ".join(f"{value:.1f}" for value in returns[:SHOWN])
     screen.print_facts(screen.make_console(), [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import time
 from collections.abc import Iterable
@@ -15,14 +17,17 @@ from rich.markup import escape
 from rich.text import Text as Styled
 
 from rl_training.cli.options import ImportOption, OwnEnvOption, Text, Texts, name_environment, option
-from rl_training.cli.screen import make_console, print_table, quote
-from rl_training.errors import UserError
+from rl_training.cli.screen import PIPE_WIDTH, make_console, print_table, quote
+from rl_training.errors import UserError, did_you_mean, printable
+from rl_training.record.json_lines import plain
 from rl_training.safe_files import output_written, replacing
 
 if TYPE_CHECKING:
     from rl_training.tools.compare import Comparison
 
-RunsArgument = Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or of several runs.")]
+RunsArgument = Annotated[
+    list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or of several; tables of curves (FILE.csv).")
+]
 ByOption = Annotated[Text, option("Group by algo or by a setting; default: by what differs.", "--by", metavar="NAME")]
 SharedOption = Annotated[
     bool, option("Use all runs, unfinished ones too, up to the step that all reached.", "--shared-steps")
@@ -35,9 +40,15 @@ SHOWN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the shared steps, and of the ra
 
 def list_runs(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of runs.")] = "runs",
+    as_json: Annotated[bool, option("Print a JSON list for programs.", "--json")] = False,
 ) -> None:
     """List runs: state, algorithm, environment, steps, last and best return, age of the newest row."""
-    rows, damaged = summarize_runs(Path(folder))
+    found, damaged = summarize_runs(Path(folder))
+    if as_json:
+        problems = [{"problem": printable(text)} for text in damaged]
+        typer.echo(json.dumps([*map(plain, found), *problems], indent=1))
+        return
+    rows = [format_run(one) for one in found]
     if not rows and not damaged:
         raise UserError(f"{folder} contains no runs; give another folder, or train: rl-training train ppo/cartpole.")
     console = make_console()
@@ -46,34 +57,45 @@ def list_runs(
     print_notes(console, damaged)
 
 
-def summarize_runs(folder: Path) -> tuple[list[list[Any]], list[str]]:
-    """The row of each run in a folder, the newest first, and a sentence about each run that cannot be read."""
+def summarize_runs(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The facts of each run in a folder, the newest first, and a sentence about each run that cannot be read."""
     from rl_training.run.folder import find_run_folders
 
-    found, damaged = list[tuple[float, list[Any]]](), []
+    found, damaged = list[dict[str, Any]](), []
     for run in find_run_folders(folder, "manifest.json"):
         name, metrics = run.name if run == folder else str(run.relative_to(folder)), run / "metrics.jsonl"
         try:
             changed = (metrics if metrics.is_file() else run).stat().st_mtime
-            found.append((changed, [name, *summarize_run(run), format_age(changed)]))
+            found.append({"run": name, "folder": str(run), **summarize_run(run), "changed": changed})
         except (UserError, OSError) as error:
             damaged.append(f"{name} cannot be read: {error}")
-    return [row for _, row in sorted(found, key=lambda pair: -pair[0])], damaged
+    return sorted(found, key=lambda one: -one["changed"]), damaged
 
 
-def summarize_run(folder: Path) -> list[Any]:
+def summarize_run(folder: Path) -> dict[str, Any]:
     """State, algorithm, environment, steps, last and best return; a UserError names a value that no run would have."""
     from rl_training.tools.records import EVALUATED, TRAINED, check_number, read_run
 
     run = read_run(folder)
     newest = run.rows[-1] if run.rows else {"step": 0}
     steps, budget = int(check_number(newest, "step")), check_number(run.config, "total_timesteps", "config.yaml")
-    share = "" if steps >= budget else f" ({steps / budget:.0%})"
     returns = [check_number(row, EVALUATED) for row in run.rows if EVALUATED in row]
     trained = check_number(newest, TRAINED) if TRAINED in newest else None
-    last, best = returns[-1] if returns else trained, max(filter(math.isfinite, returns), default=None)
-    shown = ["-" if value is None else f"{value:.1f}" for value in (last, best)]
-    return [Styled(run.status, COLORS[run.status]), run.algo, run.env_id, f"{steps:,}{share}", *shown]
+    return {
+        "state": run.status, "algorithm": run.algo, "environment": run.env_id, "seed": run.config.get("seed"),
+        "step": steps, "total_timesteps": budget, "last_return": returns[-1] if returns else trained,
+        "best_return": max(filter(math.isfinite, returns), default=None),
+    }  # fmt: skip
+
+
+def format_run(facts: dict[str, Any]) -> list[Any]:
+    """The row of a run in the table."""
+    steps, budget = facts["step"], facts["total_timesteps"]
+    share = "" if steps >= budget else f" ({steps / budget:.0%})"
+    shown = ["-" if facts[name] is None else f"{facts[name]:.1f}" for name in ("last_return", "best_return")]
+    state = Styled(facts["state"], COLORS[facts["state"]])
+    about = [facts["run"], state, facts["algorithm"], facts["environment"], f"{steps:,}{share}"]
+    return [*about, *shown, format_age(facts["changed"])]
 
 
 def format_age(changed: float) -> str:
@@ -92,14 +114,50 @@ def compare(
     ] = None,
     shared_steps: SharedOption = False,
     training: Annotated[bool, option("Compare returns of training episodes.", "--training")] = False,
+    kind: Annotated[
+        Text, option("table, csv, json, latex or markdown; default: as --output ends.", "--format", metavar="NAME")
+    ] = None,
+    output: Annotated[Text, option("The file to write; default: the screen.", "--output", metavar="F")] = None,
 ) -> None:
-    """Compare runs by algorithm or setting: interquartile means, intervals, and whether there is a difference."""
+    """Compare runs by algorithm or setting: interquartile means, intervals, and whether there is a difference.
+
+    Each environment by itself, or all as one score with --reference. FILE.csv, or FILE.csv:sac,td3 for some of its
+    algorithms, puts published curves next to yours.
+    """
     bar = None if threshold is None else read_number("--threshold", threshold)
     scale = dict(read_reference(text) for text in references or ())
-    from rl_training.tools.compare import compare_groups, read_groups
+    from rl_training.tools.compare import by_task, compare_groups, read_groups
+    from rl_training.tools.tables import write_table
 
-    result = compare_groups(read_groups(runs, by), scale, bar, shared_steps=shared_steps, trained=training)
-    print_comparison(make_console(), result, bar)
+    wanted = choose_format(kind, output)
+    groups = read_groups(runs, by)
+    tasks = [groups] if scale else by_task(groups)
+    results = [compare_groups(task, scale, bar, shared_steps=shared_steps, trained=training) for task in tasks]
+    if wanted == "table":
+        console = make_console() if output is None else Console(file=io.StringIO(), width=PIPE_WIDTH)
+        for result in results:
+            console.print(end="" if result is results[0] else "\n")
+            print_comparison(console, result, bar)
+        text = "" if output is None else console.file.getvalue()  # type: ignore[attr-defined]
+    else:
+        text = printable(write_table(results, wanted, bar))
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        write_output(output, text.encode())
+        make_console().print(f"{wanted}: {quote(Path(output))}", soft_wrap=True)
+
+
+def choose_format(kind: str | None, output: str | None) -> str:
+    """The format that was given, or else the one that the file's name says."""
+    from rl_training.tools.tables import KINDS
+
+    if kind is None:
+        end = "" if output is None else Path(output).suffix
+        return next((name for name, suffix in KINDS.items() if suffix == end), "table")
+    if kind not in (known := ("table", *KINDS)):
+        raise UserError(f"--format is {kind!r}; {did_you_mean(kind, known)}")
+    return kind
 
 
 def report(
@@ -117,6 +175,8 @@ def report(
     from rl_training.tools.report import build_report, show_episodes
 
     groups = read_groups(runs, by)
+    if tables := [run.folder for group in groups.values() for run in group if run.measured_on]:
+        raise UserError(f"a report is about runs, and {tables[0]} is a table; give it to compare or plot.")
     page = partial(build_report, groups, shared_steps=shared_steps)
     write_output(output, page().encode())  # first, because a renderer may crash this process
     if not no_episode:
@@ -130,7 +190,7 @@ def plot(
     by: ByOption = None,
     shared_steps: SharedOption = False,
 ) -> None:
-    """Draw learning curves with intervals over seeds."""
+    """Draw learning curves with intervals over seeds, a chart per environment."""
     kind = Path(output).suffix.removeprefix(".")
     if kind not in ("svg", "png", "pdf"):
         raise UserError(f"--output is {output!r}; it must end in .svg, .png or .pdf.")
@@ -171,7 +231,7 @@ def read_reference(text: str) -> tuple[str, tuple[float, float]]:
 
 def print_comparison(console: Console, result: Comparison, threshold: float | None) -> None:
     """Print groups, pairs of groups, returns over steps, profiles, and notes."""
-    from rl_training.tools.compare import describe_groups, describe_pairs, metric_name
+    from rl_training.tools.compare import describe_groups, describe_pairs, format_score, metric_name
 
     envs = escape(", ".join(result.envs))
     console.print(f"[bold]{envs}[/bold]: {metric_name(result.scored_by)} at the end, best first")
@@ -181,12 +241,12 @@ def print_comparison(console: Console, result: Comparison, threshold: float | No
     if result.steps is not None:
         at = [round(share * (len(result.steps) - 1)) for share in SHOWN_SHARES]
         head = [f"{x:,.0f} steps" if result.steps[-1] > 1 else f"{x:.0%} of steps" for x in result.steps[at]]
-        rows = [[g.name, *(f"{g.curve.value[i]:.4g}" for i in at)] for g in result.groups if g.curve is not None]
+        rows = [[g.name, *(format_score(g.curve.value[i]) for i in at)] for g in result.groups if g.curve is not None]
         print_table(console, [f"IQM of {metric_name(result.curve_of)}", *head], rows)
     if len(result.groups) > 1 and result.thresholds[0] < result.thresholds[-1]:
         at = [round(share * (len(result.thresholds) - 1)) for share in SHOWN_SHARES[:-1]]
         rows = [[g.name, *(f"{g.profile.value[i]:.0%}" for i in at)] for g in result.groups]
-        print_table(console, ["share of runs above", *(f"{result.thresholds[i]:.4g}" for i in at)], rows)
+        print_table(console, ["share of runs above", *(format_score(result.thresholds[i]) for i in at)], rows)
     print_notes(console, result.notes)
 
 

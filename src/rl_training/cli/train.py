@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from rl_training.cli import options, screen
+from rl_training.cli import grid, options, screen
 from rl_training.cli.options import Text, Texts, option, whole_number
 from rl_training.errors import UserError, counted
 from rl_training.tools.processes import Job, run_jobs
@@ -37,7 +37,10 @@ def train(
     eval_episodes: Annotated[Text, option("Episodes per evaluation; 0 for none.", metavar="N")] = None,
     seed: Annotated[Text, option("Seed of all random numbers.", metavar="N")] = None,
     seeds: Annotated[Text, option("One run per seed, then the mean and its interval.", metavar="1,2,3")] = None,
-    jobs: Annotated[Text, option("How many seeds run in parallel.", metavar="N")] = None,
+    jobs: Annotated[Text, option("How many runs go in parallel.", metavar="N")] = None,
+    with_grid: Annotated[
+        bool, option("One run per combination of values: --set gamma=0.9,0.99. Then a table.", "--grid")
+    ] = False,
     name: Annotated[Text, option("Name of the run's folder; -s<seed> is added with --seeds.", metavar="NAME")] = None,
     continues: Annotated[
         bool, option("Resume the run of that --name, start it if there is none, or end if it is done.", "--continue")
@@ -55,19 +58,29 @@ def train(
         raise UserError("--seed and --seeds were both given; give one of them.")
     every = None if seeds is None else read_seeds(seeds)
     processes = 1 if jobs is None else whole_number("--jobs", jobs, least=1)
-    if every is None and processes > 1:
-        raise UserError(f"--jobs is {processes}, but there is one run; give several --seeds, such as 1,2,3.")
-    built = options.build_config(
-        options.one_config(preset, config), algo, env, settings, modules, output_dir=output_dir,
-        total_timesteps=total_timesteps, num_envs=num_envs, eval_episodes=eval_episodes, seed=seed,
-        execution_backend=execution_backend, device=device, name=name,
-    )  # fmt: skip
+    if every is None and processes > 1 and not with_grid:
+        raise UserError(f"--jobs is {processes}, but there is one run; give several --seeds, such as 1,2,3, or --grid.")
+
+    def build(given: list[str] | None) -> TrainConfig:
+        made = options.build_config(
+            options.one_config(preset, config), algo, env, given, modules, output_dir=output_dir,
+            total_timesteps=total_timesteps, num_envs=num_envs, eval_episodes=eval_episodes, seed=seed,
+            execution_backend=execution_backend, device=device, name=name,
+        )  # fmt: skip
+        options.check_parameters(made)
+        return made
+
+    if with_grid:
+        configs, belong = grid.grid_configs(build, settings or [], every)
+        run_grid(configs, belong, processes, modules, continues)
+        return
+    with grid.hint(settings or []):
+        built = build(settings)
     if every is None:
         run_one(built, modules, continues)
         return
     changes = [{"seed": one, "name": built.name and f"{built.name}-s{one}"} for one in every]
-    configs = [built.model_copy(update=change) for change in changes]
-    run_seeds(configs, processes, modules, continues)
+    run_seeds([built.model_copy(update=change) for change in changes], processes, modules, continues)
 
 
 def read_seeds(text: str) -> list[int]:
@@ -93,32 +106,56 @@ def run_one(config: TrainConfig, modules: list[str] | None, continues: bool) -> 
 
 
 def run_seeds(configs: list[TrainConfig], processes: int, modules: list[str] | None, continues: bool) -> None:
-    """Run the configs, in turn or in parallel, and print the results; a signal ends the series."""
-    from rl_training.run import workflows
-
+    """Run the configs, which differ by their seeds, and print the results."""
     console = screen.make_console()
-    runs: list[tuple[int, Any]] = []
-    code = 0
-    if processes > 1:
-        jobs = [seed_job(console, config) for config in configs]
-        code = run_parallel(console, jobs, processes, modules or [], continues)
-        runs = [(job.config.seed, job) for job in jobs if job.metrics is not None]
-    for config in configs if processes == 1 else ():
-        result = workflows.train(config, console=True, raise_on_signal=False, continues=continues)
-        runs.append((config.seed, result))
-        if result.stop_signal is not None:
-            code = screen.BY_SIGNAL + result.stop_signal
-            break
-    if runs:
+    names = [f"seed {config.seed}" for config in configs]
+    results, code = run_all(console, configs, names, processes, modules, continues)
+    if runs := [(config.seed, one) for config, one in zip(configs, results, strict=True) if one is not None]:
         screen.print_seeds(console, runs, f"{configs[0].algo} on {configs[0].env_id}")
     raise typer.Exit(code)
 
 
-def seed_job(console: Console, config: TrainConfig) -> Job:
-    """The run of one seed in a process, which prints its warnings and how it ended."""
+def run_grid(
+    configs: list[TrainConfig], belong: list[grid.Combination], processes: int, modules: list[str] | None,
+    continues: bool,
+) -> None:  # fmt: skip
+    """Run the configs of a grid and print a table of the combinations that they belong to."""
+    console = screen.make_console()
+    grid.print_plan(console, configs, belong)
+    names = [f"{grid.describe(one)}, seed {config.seed}" for one, config in zip(belong, configs, strict=True)]
+    results, code = run_all(console, configs, names, processes, modules, continues)
+    if runs := [(one, result) for one, result in zip(belong, results, strict=True) if result is not None]:
+        grid.print_grid(console, runs, configs[0].output_dir)
+    raise typer.Exit(code)
+
+
+def run_all(
+    console: Console, configs: list[TrainConfig], names: list[str], processes: int, modules: list[str] | None,
+    continues: bool,
+) -> tuple[list[Any], int]:  # fmt: skip
+    """Run the configs, in turn or in parallel; return the result of each that has one, and the exit code.
+
+    A signal ends the series.
+    """
+    from rl_training.run import workflows
+
+    if processes > 1:
+        jobs = [named_job(console, config, name) for config, name in zip(configs, names, strict=True)]
+        code = run_parallel(console, jobs, names, processes, modules or [], continues)
+        return [job if job.metrics is not None else None for job in jobs], code
+    results: list[Any] = [None] * len(configs)
+    for i, config in enumerate(configs):
+        results[i] = workflows.train(config, console=True, raise_on_signal=False, continues=continues)
+        if results[i].stop_signal is not None:
+            return results, screen.BY_SIGNAL + results[i].stop_signal
+    return results, 0
+
+
+def named_job(console: Console, config: TrainConfig, name: str) -> Job:
+    """A run in a process, which prints its warnings and how it ended."""
 
     def say(what: str) -> None:
-        console.print(f"seed {config.seed}{what}", markup=False, soft_wrap=True)
+        console.print(f"{name}{what}", markup=False, soft_wrap=True)
 
     def ended(job: Job) -> None:
         if job.error is not None:
@@ -129,12 +166,14 @@ def seed_job(console: Console, config: TrainConfig) -> Job:
     return Job(config, ended, warned=lambda warning: say(f": {screen.describe_warning(warning)}"))
 
 
-def run_parallel(console: Console, jobs: list[Job], processes: int, modules: list[str], continues: bool) -> int:
+def run_parallel(
+    console: Console, jobs: list[Job], names: list[str], processes: int, modules: list[str], continues: bool
+) -> int:
     """Run the jobs, shown in one table; return the exit code."""
     with Live(console=console, auto_refresh=False, transient=True) as live:
 
         def show() -> None:
-            live.update(show_jobs(jobs), refresh=console.is_terminal)
+            live.update(show_jobs(jobs, names), refresh=console.is_terminal)
 
         stopped = run_jobs(iter(jobs), processes, modules, show, continues)
     if stopped:
@@ -144,20 +183,20 @@ def run_parallel(console: Console, jobs: list[Job], processes: int, modules: lis
     return max([0, *failed, *ended])
 
 
-def show_jobs(jobs: list[Job]) -> Table:
+def show_jobs(jobs: list[Job], names: list[str]) -> Table:
     """One row per run: progress, speed and return."""
     from rl_training.record.logger import format_duration
 
     first = jobs[0].config
     table = Table(title=f"{counted(len(jobs), 'run')} of {first.algo} on {first.env_id}", **screen.TABLE_STYLE)
     widths = {"state": 8, "steps": len(f"{first.total_timesteps:,}"), "": 4, "eta": 7, "return": 6}
-    for name in ("seed", "state", "steps", "", "steps/s", "eta", "return"):  # the same width in every frame
-        justify: Any = "left" if name == "state" else "right"
-        table.add_column(name, justify=justify, no_wrap=True, min_width=widths.get(name))
-    for job in jobs:
+    for column in ("run", "state", "steps", "", "steps/s", "eta", "return"):  # the same width in every frame
+        justify: Any = "left" if column in ("run", "state") else "right"
+        table.add_column(column, justify=justify, no_wrap=True, min_width=widths.get(column))
+    for job, name in zip(jobs, names, strict=True):
         share = min(1.0, job.step / job.config.total_timesteps)
         table.add_row(
-            str(job.config.seed), job.state, f"{job.step:,}", f"{share:.0%}", f"{job.speed:,.0f}" if job.speed else "",
+            escape(name), job.state, f"{job.step:,}", f"{share:.0%}", f"{job.speed:,.0f}" if job.speed else "",
             format_duration(job.seconds_left) if job.state == "running" and job.speed else "",
             "" if job.mean is None else f"{job.mean:.1f}",
         )  # fmt: skip

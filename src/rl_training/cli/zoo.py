@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -81,22 +80,19 @@ def enjoy(
     episodes = options.whole_number("--num-episodes", num_episodes, least=1)
     first = None if seed is None else options.whole_number("--seed", seed)
     named = options.name_environment(env, modules)
+    from rl_training.envs.rendering import has_display
     from rl_training.run.workflows import evaluate_checkpoint
     from rl_training.run.zoo import find_policy
 
     path = options.find_checkpoint(name) if os.path.exists(name) else find_policy(name)
     if record_video is None and not has_display():
         record_video = "enjoy"
-    metrics = evaluate_checkpoint(
-        path, num_episodes=episodes, seed=first, env=named, network=tuple(modules or ()),
-        render=record_video is None, record_video_dir=record_video,
-    )  # fmt: skip
+    with screen.drawing_shown(record_video) as watch:
+        metrics = evaluate_checkpoint(
+            path, num_episodes=episodes, seed=first, env=named, network=tuple(modules or ()),
+            render=record_video is None, record_video_dir=record_video, watch=watch,
+        )  # fmt: skip
     screen.print_facts(screen.make_console(), [
         ("return", f"{screen.describe_return(metrics)} in {counted(episodes, 'episode')}"),
         ("videos", "" if record_video is None else screen.quote(Path(record_video))),
     ])  # fmt: skip
-
-
-def has_display() -> bool:
-    """Whether a window can be opened."""
-    return sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))

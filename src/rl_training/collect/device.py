@@ -20,6 +20,17 @@ from rl_training.envs.stepper import Stepper
 from rl_training.errors import EnvironmentFailure
 from rl_training.speed.capture import CapturedStep
 
+MORE_ROWS = {"obs", "states", "starts"}  # arrays of experience with one row more than the steps
+
+
+def sample_actions(
+    learner: Any, obs: Tensor, memory: Tensor | None, ages: Tensor, noise: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Actions of the learner from this noise, with their log-probabilities, and the memory after these observations."""
+    if memory is not None:
+        obs, memory = learner.remember(obs, memory, ages == 0)
+    return *learner.sample(obs, noise), memory
+
 
 class DeviceCollector(LocalCollector):
     """A `LocalCollector` whose experience is tensors on the learner's device.
@@ -92,31 +103,46 @@ class DeviceCollector(LocalCollector):
         begun = tree_map(lambda x: x.reshape(steps, count, *x.shape[1:]), env.reset(noise["resets"].flatten(0, 1)))
         state, ages, obs = engine.state, engine.ages, encode(self.actor.spaces, env.observe(engine.state))
         rows: dict[str, list[Tensor]] = {name: [] for name in self.experience.arrays if name != "values"}
-        rows["obs"].append(obs)
+        row = {"obs": obs, "states": self.actor.memory, "starts": ages == 0}
+        for name in MORE_ROWS & rows.keys():
+            rows[name].append(row[name])
         for t in range(steps):
-            fresh = tree_map(itemgetter(t), begun)
-            state, ages, row = self._one_step(state, ages, obs, noise["choices"][t], noise["steps"][t], fresh)
-            obs = row["obs"]
+            given = noise["choices"][t], noise["steps"][t], tree_map(itemgetter(t), begun)
+            state, ages, row = self._one_step(state, ages, row["obs"], row.get("states"), *given)
             for name, column in rows.items():
                 column.append(row[name])
         for name, column in rows.items():
             torch.stack(column, out=cast(Tensor, self.experience.arrays[name]))
         sums = self._sum_episodes(ages)
         engine.place(state, ages)
+        self._place_memory(row.get("states"))
         return sums
 
+    def _keep_memory(self, t: int, memory: Tensor | None, ages: Tensor) -> None:
+        """Write the policy's memory before it reads row t, if the experience holds it."""
+        rows: Any = self.experience
+        if rows.states is not None:
+            rows.states[t], rows.starts[t] = memory, ages == 0
+
+    def _place_memory(self, memory: Tensor | None) -> None:
+        """Write the policy's memory where the next rollout, or graph, reads it."""
+        if memory is not None:
+            self.actor.memory.copy_(memory)
+
     def _step(
-        self, state: Any, ages: Tensor, obs: Tensor, choices: Tensor, noise: Tensor, begun: Any
+        self, state: Any, ages: Tensor, obs: Tensor, memory: Tensor | None, choices: Tensor, noise: Tensor, begun: Any
     ) -> tuple[Any, Tensor, dict[str, Tensor]]:
         """Act and step once; return the new state and a row of experience."""
         spaces, learner = self.actor.spaces, cast(Any, self.actor.algorithm)
-        actions, logprobs = learner.sample(obs, choices)
+        actions, logprobs, memory = sample_actions(learner, obs, memory, ages, choices)
         after = advance(self.engine.env, self.engine.limit, state, ages, self._map(actions), noise, begun)
         row = {
             "obs": encode(spaces, after.obs), "final_obs": encode(spaces, after.final_obs), "actions": actions,
             "logprobs": logprobs, "rewards": after.rewards, "terminated": after.terminated,
             "truncated": after.truncated,
         }  # fmt: skip
+        if memory is not None:
+            row |= {"states": memory, "starts": after.ages == 0}
         return after.state, after.ages, row
 
     def _sum_episodes(self, ages: Tensor, begun: Tensor | None = None) -> Tensor:
@@ -211,10 +237,16 @@ class DeviceStepCollector(DeviceCollector):
     def _step_rows(self, noise: Mapping[str, Tensor], request: Request) -> Tensor:
         engine, env, spaces, arrays = self.engine, self.engine.env, self.actor.spaces, self.experience.arrays
         state, ages, obs = engine.state, engine.ages, encode(spaces, env.observe(engine.state))
+        memory = self.actor.memory
         arrays["obs"][0] = obs
+        self._keep_memory(0, memory, ages)
         for t, (for_reset, for_step) in enumerate(zip(noise["resets"], noise["steps"], strict=True)):
             is_random = t * len(ages) < request.random
-            actions = self._act_randomly(request.hold) if is_random else self.actor.algorithm.act(obs).actions
+            if not is_random or memory is not None:  # a memory reads every observation
+                out = self.actor.algorithm.act_in_training(obs, memory, is_first=ages == 0)
+                actions, memory = out.actions, out.carry
+            if is_random:
+                actions = self._act_randomly(request.hold)
             begun = env.reset(for_reset)
             after = advance(env, engine.limit, state, ages, self._map(actions), for_step, begun)
             state, ages, obs = after.state, after.ages, encode(spaces, after.obs)
@@ -225,8 +257,10 @@ class DeviceStepCollector(DeviceCollector):
             for name, values in row.items():
                 arrays[name][t] = values
             arrays["obs"][t + 1] = obs
+            self._keep_memory(t + 1, memory, ages)
         sums = self._sum_episodes(ages)
         engine.place(state, ages)
+        self._place_memory(memory)
         return sums
 
     def _act_randomly(self, hold: float) -> Tensor:
@@ -265,13 +299,17 @@ class SimulatorCollector(DeviceCollector):
         arrays: Mapping[str, Tensor] = self.experience.arrays
         begun = simulator.ages.clone()
         arrays["obs"][0].copy_(simulator.obs[: simulator.num_envs])
+        memory = self.actor.memory
+        self._keep_memory(0, memory, begun)
         for t, choices in enumerate(noise["choices"]):
             if self.stepper.interruption is not None:
                 raise self.stepper.interruption
-            actions, logprobs = learner.sample(arrays["obs"][t], choices)
+            actions, logprobs, memory = sample_actions(learner, arrays["obs"][t], memory, simulator.ages, choices)
             obs, *rest = simulator.advance(self._map(actions))
             row = dict(zip(("final_obs", "rewards", "terminated", "truncated"), rest, strict=True))
             for name, column in (row | {"actions": actions, "logprobs": logprobs}).items():
                 arrays[name][t].copy_(column)
             arrays["obs"][t + 1].copy_(obs)
+            self._keep_memory(t + 1, memory, simulator.ages)
+        self._place_memory(memory)
         return self._sum_episodes(simulator.ages, begun)

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Algorithm, Array, Carry
+from rl_training.algorithms.base import Algorithm, Array, Carry, defines_explore
 from rl_training.data.store import Experience, ExperienceLayout, Request, Timed, untimed
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Step, Stepper, StepTold
 from rl_training.errors import UserError
 from rl_training.speed.capture import HostStep
 from rl_training.speed.passes import NumpyPolicy
+from rl_training.speed.recurrent_passes import NumpyMemory
 
 NOTHING = Experience(ExperienceLayout(0, 0, (), "float32"))
 
@@ -33,14 +34,18 @@ class Behaviour:
     def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, num_envs: int, rng: np.random.Generator) -> None:
         self.algorithm, self.spaces, self.rng = algorithm, spaces, rng
         self.device = algorithm.device
-        self.memory = algorithm.initial_carry(num_envs)
+        self.memory = algorithm.exploring_carry(num_envs)
         self.held: Array | None = None  # the last random actions
         self._explore = HostStep(self.explore, algorithm.numbers, algorithm.generator, self.device)
 
     def act(self, obs: Array, masks: Array | None, is_first: Array) -> tuple[Array, dict[str, Array]]:
         """Actions [N, ...] for encoded observations, and the values to store with them."""
         if self.numpy_policy is not None:
-            return self.numpy_policy(obs, masks, self.rng, False), {}
+            found = {}
+            if self.numpy_memory is not None:
+                obs, found["states"] = self.numpy_memory(obs, self.memory.numpy(), is_first)
+                self.memory = torch.from_numpy(found["states"])
+            return self.numpy_policy(obs, masks, self.rng, False), found
         given = {"obs": obs, "action_masks": masks, "is_first": None if self.memory is None else is_first}
         given = {name: array for name, array in given.items() if array is not None}
         found, self.memory = self._explore(given, self.memory)
@@ -50,13 +55,18 @@ class Behaviour:
     def explore(self, given: Mapping[str, Tensor], memory: Carry) -> tuple[dict[str, Tensor], Carry]:
         """Actions and extras on the device."""
         first, legal = given.get("is_first"), given.get("action_masks")
-        out = self.algorithm.act(given["obs"], memory, is_first=first, action_masks=legal)
+        out = self.algorithm.act_in_training(given["obs"], memory, is_first=first, action_masks=legal)
         return {**out.extras, "actions": out.actions}, out.carry
 
     @cached_property
     def numpy_policy(self) -> NumpyPolicy | None:
-        """The learner's policy in numpy, if it has one."""
-        return self.algorithm.numpy_policy()
+        """The learner's policy in numpy, if it has one that explores as the learner does."""
+        return None if defines_explore(type(self.algorithm)) else self.algorithm.numpy_policy()
+
+    @cached_property
+    def numpy_memory(self) -> NumpyMemory | None:
+        """The memory that this policy reads in place of observations, if it has one."""
+        return self.algorithm.numpy_memory()
 
     def act_randomly(self, count: int, masks: Array | None, hold: float) -> Array:
         """Uniform actions, each repeated for `hold` steps on average; with masks, a new legal one at every step."""
@@ -76,6 +86,9 @@ class Behaviour:
         obs, actions = (torch.from_numpy(array[:steps]).flatten(0, 1) for array in (experience.obs, experience.actions))
         legal = None if masks is None else torch.from_numpy(masks[:steps]).flatten(0, 1)
         policy: Any = self.algorithm.policy
+        if experience.states is not None:  # the memory's outputs are in the states after them
+            states = torch.from_numpy(experience.states[1 : steps + 1]).flatten(0, 1)
+            policy, obs = policy.heads, policy.memory.outputs_in(states)
         with torch.no_grad():
             logprobs = policy.distribution(obs, legal).log_prob(actions)
         experience.logprobs[:steps] = logprobs.view(steps, -1).numpy()
@@ -221,26 +234,17 @@ class LocalCollector(Collector):
         self._timed(stepper.start, "environment")()
         if experience.valid is not None:
             experience.valid.fill(True)
-        all_obs, all_actions, all_masks, logprobs = (
-            experience.obs, experience.actions, experience.masks, experience.logprobs
-        )  # fmt: skip
+        all_obs, all_actions, all_masks = experience.obs, experience.actions, experience.masks
         rewards, terminated, truncated = experience.rewards, experience.terminated, experience.truncated
+        if experience.states is not None:
+            experience.states[0] = actor.memory.cpu()
         count, t, taken = stepper.num_envs, 0, 0
-        extras: dict[str, Array]
         while t < request.steps or taken < request.transitions:
-            obs, masks = stepper.obs, stepper.masks
-            all_obs[t] = obs
+            all_obs[t] = stepper.obs
             if all_masks is not None:
-                all_masks[t] = masks
-            if taken < request.random:
-                actions, extras = actor.act_randomly(count, masks, request.hold), {}
-            else:
-                actions, extras = act(obs, masks, stepper.is_first)
+                all_masks[t] = stepper.masks
+            actions = self._choose(act, experience, t, request, is_random=taken < request.random)
             all_actions[t] = actions
-            if extras and logprobs is not None:
-                logprobs[t] = extras["logprobs"]
-                experience.values[t] = extras["values"]  # type: ignore[index]  # they come together
-                experience.has_values = True
             result, ended = step(actions)
             rewards[t] = result.rewards
             terminated[t] = result.terminated
@@ -258,8 +262,27 @@ class LocalCollector(Collector):
         experience.obs[t] = stepper.obs
         if experience.masks is not None:
             experience.masks[t] = stepper.masks
+        if experience.starts is not None:
+            experience.starts[t] = stepper.is_first
         experience.steps, experience.transitions = t, taken
         self._timed(actor.add_logprobs, "act")(experience)
+
+    def _choose(self, act: Any, experience: Experience, t: int, request: Request, *, is_random: bool) -> Array:
+        """The actions of row t; writes what the policy found with them."""
+        stepper, states, starts = self.stepper, experience.states, experience.starts
+        if is_random and states is None:
+            return self.actor.act_randomly(stepper.num_envs, stepper.masks, request.hold)
+        extras: dict[str, Array]
+        actions, extras = act(stepper.obs, stepper.masks, stepper.is_first)
+        if states is not None and starts is not None:
+            starts[t], states[t + 1] = stepper.is_first, extras.pop("states")
+        if is_random:  # a memory reads every observation
+            return self.actor.act_randomly(stepper.num_envs, stepper.masks, request.hold)
+        if extras and experience.logprobs is not None and experience.values is not None:
+            experience.logprobs[t], experience.values[t] = extras["logprobs"], extras["values"]
+            experience.has_values = True
+        chosen: Array = actions
+        return chosen
 
     @staticmethod
     def _keep_finals(experience: Experience, t: int, result: Step) -> None:

@@ -111,7 +111,7 @@ def resolve(
     if recipe.wrappers.normalize_observation == "auto" and spaces is not None:
         wrappers = {**env_kwargs["wrappers"], "normalize_observation": spaces.normalize_observations}
         env_kwargs = {**env_kwargs, "wrappers": wrappers}
-    vectorization = choose_vectorization(config.vectorization, recipe, config.num_envs)
+    vectorization = choose_vectorization(config.vectorization, recipe, config.num_envs, config.has_workers)
     decided = {
         "device": device, "threads": threads, "vectorization": vectorization, "num_workers": choose_workers(config),
         "accelerate": config.accelerate if spaces is None else choose_acceleration(config, params, device),

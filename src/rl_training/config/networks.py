@@ -28,6 +28,7 @@ from rl_training.models.blocks import (
 from rl_training.models.mlp_actor_critic import MLPActorCritic
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
+from rl_training.models.recurrent_actor_critic import RecurrentActorCritic
 
 if TYPE_CHECKING:
     from rl_training.config.params import Params
@@ -203,10 +204,17 @@ def make_encoder(params: Params, spaces: EnvSpaces, **options: bool) -> nn.Modul
     return ImageEncoder(spaces.obs_shape, **options) if spaces.obs_kind == "image" else None
 
 
-def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:
-    """Actor and critic for these spaces: MLPs of `hidden_sizes`; for pure images, linear heads on a shared CNN."""
-    sizes = () if spaces.obs_kind == "image" and params.network is None else params.hidden_sizes
-    return make_network(MLPActorCritic, params, spaces, hidden_sizes=sizes, **any_kind(spaces))
+def make_policy(params: Params, spaces: EnvSpaces) -> nn.Module:
+    """Actor and critic for these spaces: MLPs of the widths given; for pure images, linear heads on a shared CNN.
+
+    They may share a memory, which is then between the observation or the CNN and these layers.
+    """
+    is_linear = spaces.obs_kind == "image" and params.network is None
+    heads: dict[str, Any] = {"hidden_sizes": (), "critic_hidden_sizes": None} if is_linear else {}
+    heads |= any_kind(spaces)
+    if getattr(params, "memory", "none") == "none":
+        return make_network(MLPActorCritic, params, spaces, **heads)
+    return make_network(RecurrentActorCritic, params, spaces, **params.arguments_of(MLPActorCritic) | heads)
 
 
 def build_on_policy(

@@ -12,6 +12,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, PrivateAttr, WithJs
 
 from rl_training.config.networks import UserNetwork
 from rl_training.errors import UserError, did_you_mean
+from rl_training.models.memory import state_size
 from rl_training.validation import StrictModel, validate
 
 Activation = Literal["tanh", "relu", "elu", "silu", "gelu"]
@@ -23,7 +24,7 @@ OwnNetwork = Annotated[
     PlainSerializer(lambda network: None if network is None else network.name),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
 ]
-OptimizerKind = Literal["adam", "radam", "rmsprop", "rmsprop_tf", "sgd"]
+OptimizerKind = Literal["adam", "adamw", "radam", "rmsprop", "rmsprop_tf", "sgd"]
 OF_EPSILON = ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_ladder")
 SCHEDULE = "_schedule"  # how the key of a schedule ends
 
@@ -67,6 +68,9 @@ class Schedule(StrictModel):
         return self.start + (self.end - self.start) * share
 
 
+REVERSED = "Stable-Baselines3's falls from 1 to 0: f there is lambda p: f(1 - p) here"
+
+
 class FunctionSchedule(Schedule):
     """A function of progress (0 to 1); a file stores only its name and end values, so a resume needs it again."""
 
@@ -76,8 +80,11 @@ class FunctionSchedule(Schedule):
 
     @classmethod
     def of(cls, function: Callable[[float], float], key: str) -> FunctionSchedule:
-        """The schedule that a function makes."""
+        """The schedule that a function makes; one of Stable-Baselines3's, by the name of its argument, is refused."""
         name = getattr(function, "__name__", type(function).__name__)
+        code = getattr(function, "__code__", None)
+        if code is not None and "remaining" in (first := next(iter(code.co_varnames), "")):
+            raise UserError(f"{key} is a function of {first}; it must be one of the progress from 0 to 1 ({REVERSED}).")
         ends = {"start": function(0.0), "end": function(1.0)}
         made = validate(cls, {"name": name, **ends}, f"algo_kwargs.{key}, a function")
         made._function = function
@@ -141,6 +148,7 @@ class Facts(NamedTuple):
     has_support: bool = False  # of a categorical distribution
     store_numbers: tuple[str, ...] = ()  # that the store reads, so a schedule changes them there too
     critic_obs: tuple[str, ...] = ()  # parts of an observation that only the critic sees
+    state_size: int = 0  # numbers of the policy's memory that experience stores with every observation
     fits_every: float = 0.0  # steps between fits of a dynamics model; infinity: one fit; 0: there is no model
 
 
@@ -153,8 +161,17 @@ class Params(StrictModel):
     synonyms: ClassVar[Mapping[str, str]] = {}  # a field -> another name for it, with the same default
     unused: ClassVar[Reasons] = (  # settings without effect; a subclass adds its own
         Reason(("optimizer_eps",), "optimizer is sgd, which has no epsilon", lambda p: p.optimizer == "sgd"),
+        Reason(
+            ("adam_beta1",), "optimizer is {p.optimizer}, and only adam, adamw and radam use it",
+            lambda p: p.optimizer not in ("adam", "adamw", "radam"),
+        ),
+        Reason(
+            ("weight_decay",), "optimizer is {p.optimizer}, and only adamw uses it", lambda p: p.optimizer != "adamw"
+        ),
+    )  # fmt: skip
+    fixed: ClassVar[Reasons] = (  # numbers that cannot be scheduled; a subclass adds its own
+        Reason(("adam_beta1", "weight_decay"), "the optimizers are made with it"),
     )
-    fixed: ClassVar[Reasons] = ()  # numbers that cannot be scheduled; a subclass adds its own
     at_most: ClassVar[Limits] = ()  # likewise
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of the optimizer.")
@@ -166,6 +183,8 @@ class Params(StrictModel):
     )
     optimizer: OptimizerKind = Field("adam", description="Optimizer; rmsprop_tf has its epsilon inside the root.")
     optimizer_eps: float = Field(1e-5, gt=0, le=1, description="Epsilon of the optimizer.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first beta: how much of the mean gradient stays.")
+    weight_decay: float = Field(0.01, ge=0, le=10, description="Decay of adamw's weights, times the learning rate.")
     max_grad_norm: float | None = Field(0.5, gt=0, description="Maximum gradient norm; null: no clipping.")
     eval_interval: int | None = Field(
         None, ge=0, description="Environment steps between evaluations; 0: only at the end; null: ten evaluations per "
@@ -266,6 +285,18 @@ class Params(StrictModel):
         return {name: getattr(self, name) for name in type(self).model_fields if name in accepted}
 
 
+class CriticWidths(StrictModel):
+    """The widths of critics that are networks of their own; a part of `Params`."""
+
+    critic_hidden_sizes: Widths | None = Field(None, description="Widths of the critics' layers; null: hidden_sizes.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the critics' widths."""
+        inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
+        return inherited._replace(widest=max(inherited.widest, *self.critic_hidden_sizes or (0,)))
+
+
 class EpsilonParams(StrictModel):
     """Exploration by an epsilon that falls; a part of `Params`."""
 
@@ -288,6 +319,27 @@ class EpsilonParams(StrictModel):
         inherited: dict[str, Schedule] = super().built_in_schedules()  # type: ignore[misc]
         falls = Schedule(start=self.epsilon_start, end=self.epsilon_end, fraction=self.exploration_fraction)
         return inherited | {"epsilon": falls}
+
+
+class MemoryParams(StrictModel):
+    """A memory in the policy's network; a part of `Params`."""
+
+    unused: ClassVar[Reasons] = (
+        Reason(("memory_size", "memory_layers"), "memory is none", lambda p: p.memory == "none"),
+    )
+
+    memory: Literal["none", "gru", "lstm"] = Field(
+        "none", description="Memory of the policy within an episode, between encoder and hidden layers."
+    )
+    memory_size: int = Field(128, ge=1, le=16_384, description="Units per layer of the memory.")
+    memory_layers: int = Field(1, ge=1, le=16, description="Layers of the memory.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the memory."""
+        inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
+        size = state_size(self.memory, self.memory_size, self.memory_layers)
+        return inherited._replace(state_size=size, widest=max(inherited.widest, self.memory_size if size else 0))
 
 
 AnyParams = TypeVar("AnyParams", bound=Params)

@@ -18,7 +18,7 @@ from torch import nn
 from rl_training.algorithms.base import Algorithm
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.config.networks import build_on_ensemble, build_on_model
-from rl_training.config.params import Activation, Facts, Limits, Params, Reason, Reasons, Schedule, Widths
+from rl_training.config.params import Activation, CriticWidths, Facts, Limits, Params, Reason, Reasons, Schedule, Widths
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.replay_store import EDGE, ReplayStore, discounted_returns
 from rl_training.data.store import Store, StoreContext
@@ -32,6 +32,7 @@ EPISODES, STEPS = 10, 5_000  # limits of random play
 UNKNOWN = (-10.0, 10.0)  # if random play earns no reward: the support of Bellemare et al. 2017
 ROOM_ABOVE, ROOM_BELOW = 3.0, 1.0  # ranges of random returns that learning may gain, or lose
 # Why a number cannot be scheduled: the end of a sentence.
+BY_BATCH = ("batch_renorm", "unit_batch_norm")  # architectures whose networks normalize by the statistics of a batch
 DIVIDED_ONCE = "batches are divided once, when the run is built"
 REPLAY_MEMORY = (
     "Where observations are kept: host, device (also in GPU memory), or auto: device if batches are large and all "
@@ -58,6 +59,12 @@ class SupportParams(StrictModel):
         if self.v_min is not None and self.v_max is not None and self.v_max <= self.v_min:
             raise ValueError(f"v_max is {self.v_max}; it must be above v_min ({self.v_min})")
         return self
+
+    def check_new_run(self) -> None:
+        """Refuse an open end of the support where it cannot be found by looking at stored returns."""
+        super().check_new_run()  # type: ignore[misc]  # of the Params, as below
+        if getattr(self, "her_ratio", 0.0) and None in (self.v_min, self.v_max):
+            raise UserError("her_ratio is above 0, and returns of other goals are not measured: give v_min and v_max.")
 
     def arguments_of(self, owner: type) -> dict[str, Any]:
         """The arguments as usual; before `settle`, missing ends of the support are those of `UNKNOWN`."""
@@ -180,12 +187,14 @@ class ReplayParams(BufferParams, OffPolicyParams):
             "prioritized is false", lambda p: not p.prioritized,
         ),
         Reason(("random_action_hold",), "learning_starts is 0", lambda p: not p.learning_starts),
+        Reason(("her_strategy",), "her_ratio is 0", lambda p: not p.relabels),
         Reason(("random_action_hold",), "actions are not held with masks", where=lambda s: s.has_action_mask),
     )  # fmt: skip
     fixed: ClassVar[Reasons] = (
         Reason(("prioritized_alpha", "prioritized_eps"), "the priorities in the buffer depend on it"),
         Reason(("prioritized_beta_start", "prioritized_beta_end"), "it is a part of prioritized_beta's own schedule"),
         Reason(("random_action_hold",), "it is read before learning starts only"),
+        Reason(("her_ratio",), DIVIDED_ONCE),
     )
     at_most: ClassVar[Limits] = (("batch_size", "buffer_capacity"),)
 
@@ -200,6 +209,12 @@ class ReplayParams(BufferParams, OffPolicyParams):
     prioritized_beta_start: float = Field(0.4, ge=0, le=1, description="Initial exponent of the importance weights.")
     prioritized_beta_end: float = Field(1.0, ge=0, le=1, description="Final exponent of the importance weights.")
     prioritized_eps: float = Field(1e-6, gt=0, description="Added to every error, so that each row can be sampled.")
+    her_ratio: float = Field(
+        0.0, ge=0, le=1, description="Hindsight: share of every batch whose desired goal becomes one that was achieved."
+    )
+    her_strategy: Literal["future", "final", "episode"] = Field(
+        "future", description="Where in its episode a step finds another goal: at a later step, the last, or any."
+    )
 
     @model_validator(mode="after")
     def _rows_are_plain(self) -> ReplayParams:
@@ -207,6 +222,22 @@ class ReplayParams(BufferParams, OffPolicyParams):
             values = f"n_step is {self.n_step} and prioritized {self.prioritized}"
             raise ValueError(f"{values}; with {self.one_step_with} they must be 1 and false")
         return self
+
+    def check_new_run(self) -> None:
+        """Refuse what does not go with hindsight."""
+        super().check_new_run()
+        given = f"her_ratio is {self.her_ratio}"
+        if self.relabels and self.one_step_with:
+            raise UserError(f"{given}; with {self.one_step_with} it must be 0.")
+        if self.relabels and self.prioritized:
+            raise UserError(f"{given} and prioritized true; an error belongs to one goal, so it must be false.")
+        if self.relabels and self.replay_memory == "device":
+            raise UserError(f"{given} and replay_memory 'device'; goals are replaced on the host: auto or host.")
+
+    @property
+    def relabels(self) -> bool:
+        """Whether rows of batches get other goals."""
+        return self.her_ratio > 0.0
 
     @property
     def facts(self) -> Facts:
@@ -220,7 +251,7 @@ class ReplayParams(BufferParams, OffPolicyParams):
         return {"prioritized_beta": Schedule(start=self.prioritized_beta_start, end=self.prioritized_beta_end)}
 
 
-class ActorCriticParams(ReplayParams):
+class ActorCriticParams(CriticWidths, ReplayParams):
     """Slowly moving targets, and separate learning rates for the actor and the critics."""
 
     unused: ClassVar[Reasons] = (
@@ -306,17 +337,46 @@ class TemperatureParams(AlphaParams):
     target_entropy: float | None = Field(None, description="Of alpha auto; null: minus the count of action dimensions.")
 
 
+RESIDUAL = ("residual", "hypersphere", "unit_batch_norm")  # architectures of blocks of one width
+
+
 class CriticParams(StrictModel):
     """The axes of SAC's critics; a part of `Params`."""
 
     unused: ClassVar[Reasons] = (
         Reason(("top_quantiles_to_drop",), "num_quantiles is null", lambda p: p.num_quantiles is None),
+        Reason(("v_min", "v_max"), "num_atoms is null", lambda p: p.num_atoms is None),
+        Reason(("tau",), "target_networks is false", lambda p: not p.target_networks),
+        Reason(
+            ("critic_dropout", "critic_layer_norm"), "architecture is {p.architecture}, and only an mlp has it",
+            lambda p: p.architecture != "mlp",
+        ),
+        Reason(
+            ("joint_forward",), "architecture is {p.architecture}, which treats every row alone",
+            lambda p: p.architecture not in BY_BATCH,
+        ),
     )
     at_most: ClassVar[Limits] = (("critic_subset_size", "num_critics"),)
-    fixed: ClassVar[Reasons] = (Reason(("critic_dropout",), "the critics are made with it"),)
+    fixed: ClassVar[Reasons] = (
+        Reason(("critic_dropout",), "the critics are made with it"),
+        Reason(("v_min", "v_max"), "the atoms are placed when the learner is built"),
+        Reason(("return_bound",), "the statistics of returns have it"),
+    )
 
+    architecture: Literal["mlp", "batch_renorm", "residual", "hypersphere", "unit_batch_norm"] = Field(
+        "mlp",
+        description="Layers of actor and critics: mlp; batch_renorm, an mlp with batch renormalization (CrossQ); "
+        "residual, one block with LayerNorm for each hidden size (SimBa); hypersphere, the same with weights and "
+        "features of norm 1 (SimbaV2); unit_batch_norm, blocks with batch normalization and weights of norm 1 "
+        "(FlashSAC).",
+    )
+    target_networks: bool = Field(True, description="Value the next state by slowly moving copies of the critics.")
+    joint_forward: Literal["none", "critics", "both"] = Field(
+        "none",
+        description="What learns by batch statistics of state and next state together, in one pass: critics, or both "
+        "critics and actor.",
+    )
     num_critics: int = Field(2, ge=1, le=1_000, description="Number of critics, as one batched network.")
-    critic_hidden_sizes: Widths | None = Field(None, description="Widths of the critics' layers; null: hidden_sizes.")
     critic_subset_size: int | None = Field(
         None, ge=1, description="Critics, drawn for each update, of which the target is made; null: all."
     )
@@ -329,11 +389,27 @@ class CriticParams(StrictModel):
     top_quantiles_to_drop: int = Field(
         2, ge=0, description="Largest quantiles left out of the target, per critic, of all critics' quantiles together."
     )
+    num_atoms: int | None = Field(
+        None, ge=2, le=10_001, description="Returns whose probabilities each critic predicts; null: its expectation."
+    )
+    v_min: float | None = Field(None, description="Smallest return of num_atoms; null: minus return_bound.")
+    v_max: float | None = Field(None, description="Largest return of num_atoms; null: return_bound.")
+    return_bound: float | None = Field(
+        None, gt=0, description="Divide rewards so that returns vary by 1 and are at most this; null: not."
+    )
     critic_dropout: float = Field(0.0, ge=0, lt=1, description="Share of the critics' hidden units that are dropped.")
     critic_layer_norm: bool = Field(False, description="LayerNorm after each hidden layer of the critics.")
     actor_update_interval: int | None = Field(
         1, ge=1, description="Critic steps per actor and temperature step; null: one actor step per training turn."
     )
+
+    @model_validator(mode="after")
+    def _blocks_have_one_width(self) -> CriticParams:
+        for name in ("hidden_sizes", "critic_hidden_sizes") if self.architecture in RESIDUAL else ():
+            if (sizes := getattr(self, name)) is not None and len(set(sizes)) > 1:
+                one = f"with architecture {self.architecture} it must be one width, given once for each block"
+                raise ValueError(f"{name} is {list(sizes)}; {one}")
+        return self
 
     @model_validator(mode="after")
     def _some_quantiles_are_kept(self) -> CriticParams:
@@ -342,12 +418,27 @@ class CriticParams(StrictModel):
             raise ValueError(f"{dropped}; it must be below num_quantiles ({self.num_quantiles})")
         return self
 
+    @model_validator(mode="after")
+    def _atoms_have_ends(self) -> CriticParams:
+        if self.num_atoms is None:
+            return self
+        if self.num_quantiles is not None:
+            atoms = f"with num_atoms ({self.num_atoms}) it must be null"
+            raise ValueError(f"num_quantiles is {self.num_quantiles}; {atoms}")
+        low, high, bound = self.v_min, self.v_max, self.return_bound
+        if bound is not None:
+            low, high = -bound if low is None else low, bound if high is None else high
+        if low is None or high is None:
+            raise ValueError(f"num_atoms is {self.num_atoms}; give v_min and v_max, or a return_bound, too")
+        if low >= high:
+            raise ValueError(f"v_max is {high}; it must be above v_min ({low})")
+        return self
+
     @property
     def facts(self) -> Facts:
-        """As the base class, plus the critics."""
+        """As the base class, plus the number of critics."""
         inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
-        widest = max(inherited.widest, *self.critic_hidden_sizes or (0,))
-        return inherited._replace(members=self.num_critics, widest=widest)
+        return inherited._replace(members=self.num_critics)
 
     def arguments_of(self, owner: type) -> dict[str, Any]:
         """The arguments; the default of `actor_update_interval` is `gradient_updates_per_step`."""
@@ -360,8 +451,51 @@ class CriticParams(StrictModel):
 class SACParams(CriticParams, TemperatureParams, ActorCriticParams):
     """Hyper-parameters of SAC, and with other defaults those of its variants."""
 
+    unused: ClassVar[Reasons] = (
+        Reason(
+            ("target_entropy_per_dimension",), "target_entropy is given", lambda p: p.target_entropy is not None
+        ),
+        Reason(("target_entropy_per_dimension",), "alpha is {p.alpha}, and only alpha 'auto' uses it",
+               lambda p: p.alpha != "auto"),
+        Reason(
+            ("observation_statistics",), "observations are not normalized",
+            where=lambda spaces: not spaces.normalize_observations,
+        ),
+    )  # fmt: skip
+    fixed: ClassVar[Reasons] = (
+        Reason(("initial_alpha",), "it is where the tuned temperature starts"),
+        Reason(("target_entropy_per_dimension",), "target_entropy may have a schedule instead"),
+    )
 
-class ModelParams(TemperatureParams):
+    initial_alpha: float = Field(1.0, gt=0, description="Initial temperature of alpha auto.")
+    target_entropy_per_dimension: float | None = Field(
+        None, description="Of target_entropy null: its share of each action dimension; null: -1."
+    )
+    backup_entropy: bool = Field(True, description="Include the entropy in the critics' targets, as SAC does.")
+    learning_rate_decay: Literal["none", "linear", "cosine"] = Field(
+        "none", description="How the learning rates fall to half of their values in the course of a run."
+    )
+    noise_repeat: int = Field(
+        1, ge=1, le=1_000, description="Most steps for which noise in actions is held, n steps with chance ~ 1 / n^2."
+    )
+    actor_first: bool = Field(False, description="Update actor and temperature before the critics, not after them.")
+    observation_statistics: Literal["batches", "steps"] = Field(
+        "batches", description="What moves the statistics of normalized observations: every batch, or every new step."
+    )
+
+
+    def built_in_schedules(self) -> dict[str, Schedule]:
+        """As the base class, plus learning rates that fall."""
+        inherited, how = super().built_in_schedules(), self.learning_rate_decay
+        if how == "none":
+            return inherited
+        names = [name for name in ("learning_rate", "critic_learning_rate", "actor_learning_rate")
+                 if getattr(self, name) is not None and name not in self.find_unused()]  # fmt: skip
+        rates = {name: getattr(self, name) for name in names}
+        return inherited | {name: Schedule(type=how, start=rate, end=0.5 * rate) for name, rate in rates.items()}
+
+
+class ModelParams(CriticWidths, TemperatureParams):
     """Hyper-parameters of SAC on rollouts through a learned model; a part of `Params`."""
 
     synonyms: ClassVar[Mapping[str, str]] = {"learning_rate": "policy_learning_rate"}
@@ -402,12 +536,13 @@ class ModelParams(TemperatureParams):
     @property
     def facts(self) -> Facts:
         """As the base class, plus the model, which is fitted once, and the horizon that the store reads."""
-        inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
+        inherited: Facts = super().facts
         numbers = (*inherited.store_numbers, "rollout_horizon")
         return inherited._replace(members=self.num_ensembles, store_numbers=numbers, fits_every=math.inf)
 
     def check_new_run(self) -> None:
         """Refuse a buffer of imagined transitions that is too small for one round of rollouts."""
+        super().check_new_run()  # type: ignore[misc]  # of the Params that this is a part of
         assert isinstance(self, Params)
         horizon = int(self.largest("rollout_horizon"))
         if self.synthetic_batch_ratio and self.synthetic_buffer_capacity < self.rollout_batch_size * horizon:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.config.networks import build_on_policy
-from rl_training.config.params import LINEAR_HEADS, Facts, Params, Reason, Reasons
+from rl_training.config.params import LINEAR_HEADS, CriticWidths, Facts, MemoryParams, Params, Reason, Reasons
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.rollout_store import RolloutStore
 from rl_training.validation import StrictModel
@@ -32,11 +32,12 @@ class LaggedParams(Params):
         return self.policy_lag
 
 
-class RolloutParams(LaggedParams):
+class RolloutParams(CriticWidths, LaggedParams):
     """Hyper-parameters of actors and critics that learn from rollouts."""
 
     unused: ClassVar[Reasons] = (
         LINEAR_HEADS,
+        LINEAR_HEADS._replace(names=("critic_hidden_sizes",)),
         Reason(
             ("initial_log_std",), "only continuous actions have a deviation",
             where=lambda spaces: spaces.action_kind != "continuous",
@@ -57,7 +58,36 @@ class RolloutParams(LaggedParams):
         return super().facts._replace(critic_obs=self.critic_obs)
 
 
-class VTraceParams(RolloutParams):
+class RecurrentParams(MemoryParams, RolloutParams):
+    """Rollouts of a policy that may have a memory, from which it learns in whole sequences."""
+
+    unused: ClassVar[Reasons] = (
+        Reason(("sequence_length", "refresh_memory"), "memory is none", lambda p: p.memory == "none"),
+        Reason(
+            ("refresh_memory",), "a sequence is a whole rollout, before which there is nothing to read",
+            lambda p: p.sequence_length in (None, p.num_steps),
+        ),
+    )  # fmt: skip
+
+    sequence_length: int | None = Field(
+        None, ge=1, description="Steps through which the memory learns; divides num_steps; null: the whole rollout."
+    )
+    refresh_memory: bool = Field(
+        False, description="Compute the state before each sequence anew for every epoch but the first."
+    )
+
+    @model_validator(mode="after")
+    def _memory_fits(self) -> RecurrentParams:
+        if self.memory == "none":
+            return self
+        if self.critic_obs:
+            raise ValueError(f"critic_obs is {list(self.critic_obs)}; with a memory it must be left out")
+        if self.sequence_length is not None and self.num_steps % self.sequence_length:
+            raise ValueError(f"sequence_length is {self.sequence_length}; it must divide num_steps ({self.num_steps})")
+        return self
+
+
+class VTraceParams(RecurrentParams):
     """V-trace targets, which correct for the lag of the acting policy."""
 
     rho_clip: float = Field(1.0, gt=0, description="Maximum ratio in the temporal difference.")
@@ -65,6 +95,13 @@ class VTraceParams(RolloutParams):
     pg_rho_clip: float = Field(1.0, gt=0, description="Maximum ratio in the policy gradient.")
     gae_lambda: float = Field(0.95, ge=0, le=1, description="Decay of the V-trace traces; IMPALA's paper uses 1.")
     importance_correction: bool = Field(True, description="False sets every ratio to 1: a control, not a way to train.")
+
+    @model_validator(mode="after")
+    def _reads_whole_rollouts(self) -> VTraceParams:
+        if self.memory != "none" and self.sequence_length not in (None, self.num_steps):
+            why = f"V-trace needs whole rollouts, so it must be left out, or be num_steps ({self.num_steps})"
+            raise ValueError(f"sequence_length is {self.sequence_length}; {why}")
+        return self
 
 
 class EpochParams(StrictModel):
@@ -80,7 +117,7 @@ class EpochParams(StrictModel):
         return inherited._replace(rows=self.minibatch_size or 0)
 
 
-class ClippedParams(EpochParams, RolloutParams):
+class ClippedParams(EpochParams, RecurrentParams):
     """Epochs of minibatches on a rollout, with a clipped probability ratio."""
 
     clip_coef: float = Field(0.2, gt=0, le=10, description="How far the probability ratio may be from 1.")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl_training.config.params import SCHEDULE, Params, change_params, parameter_names
+from rl_training.config.params import REVERSED, SCHEDULE, Params, change_params, parameter_names
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, read_yaml, settings_in
 from rl_training.envs.factory import MadeEnvironment, SimulatorSettings, UserEnv, name_env
@@ -88,8 +88,8 @@ def put_settings(spec: AlgorithmSpec, data: dict[str, Any], settings: Mapping[st
         if name not in fields and name not in known:
             raise UserError(f"{spec.class_name} has no setting {name!r}; {nearest_setting(name, spec.name)}")
         if callable(settings[name]) and f"{name}{SCHEDULE}" in known:
-            what = "a function of the progress from 0 to 1"
-            raise UserError(f"{name} is a function; give it as {name}{SCHEDULE}, {what}.")
+            what = f"{name}{SCHEDULE}, a function of the progress from 0 to 1 ({REVERSED})"
+            raise UserError(f"{name} is a function; give it as {what}.")
     inner = "algo_kwargs", "env_kwargs"
     for name, value in [(name, part[name]) for part in (data, settings) for name in inner if name in part]:
         if not isinstance(value, Mapping):

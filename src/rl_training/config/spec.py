@@ -85,6 +85,7 @@ def _add_numbers(params: type[Params], learner: type[Algorithm]) -> type[Params]
     limits: dict[str, Any] = {
         ">= 0": {"ge": 0}, "> 0": {"gt": 0}, ">= 1": {"ge": 1}, "in [0, 1]": {"ge": 0, "le": 1},
         "in (0, 1]": {"gt": 0, "le": 1}, "in (0, 1)": {"gt": 0, "lt": 1},
+        "in [0, 1)": {"ge": 0, "lt": 1},
     }  # fmt: skip
     fields: dict[str, Any] = {}
     for name, one in vars(learner).items():

@@ -59,13 +59,13 @@ class EpisodeReplayBuffer(ReplayBuffer):
     def _added(self, rows: Array) -> None:
         envs = rows % self.num_envs
         self._open[envs] += 1
-        self._finish(envs[self.columns["final_slots"][rows] >= 0])
+        self._close_episodes(envs[self.columns["final_slots"][rows] >= 0])
 
     def _cut(self, envs: Array) -> None:
         super()._cut(envs)
-        self._finish(envs[self._open[envs] > 0])
+        self._close_episodes(envs[self._open[envs] > 0])
 
-    def _finish(self, envs: Array) -> None:
+    def _close_episodes(self, envs: Array) -> None:
         """The current episodes of these environments have ended."""
         for env in envs.tolist():
             back = np.arange(-min(self._open[env], self._sizes[env]), 0)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.data.memory import Array, Sender, as_tensors, replay_specs
+from rl_training.data.memory import Array, ArraySpec, Sender, as_tensors, replay_specs
 from rl_training.data.rings import EnvRings, FinalObservations
 from rl_training.errors import UserError
 
@@ -45,6 +45,7 @@ class ReplayBuffer(EnvRings):
     """
 
     kind = "replay buffer"
+    more_columns: ClassVar[Mapping[str, Any]] = {}  # of a subclass: names and dtypes of further numbers per row
 
     def __init__(
         self, capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], n_step: int = 1, gamma: float = 0.99,
@@ -60,6 +61,8 @@ class ReplayBuffer(EnvRings):
             raise UserError(f"n_step is {n_step}; it must be at least 1.")
         sizes: dict[str, Any] = {"obs_shape": obs_shape, "frame_stack": frame_stack, "mask_size": mask_size}
         specs = replay_specs(capacity, num_envs, **sizes, **layout)
+        lead = specs["rewards"].shape
+        specs |= {name: ArraySpec(lead, np.dtype(dtype)) for name, dtype in self.more_columns.items()}
         places: dict[str, Any] = {"folder": folder, "device": device, "on_device": on_device}
         # Rings start after the room for the first frame's history.
         super().__init__(capacity, num_envs, specs, obs_shape=obs_shape, first=frame_stack - 1, **places)
@@ -249,6 +252,21 @@ class ReplayBuffer(EnvRings):
         truncated (of the window's last step), dones (terminated as float32), discounts (gamma ** steps actually used,
         0 where terminated); action_masks and next_action_masks where masks are stored; `more`; and on the host
         indices."""
+        batch, index, ended, slots = self._look_up(rows)
+        batch |= more
+        if self.copy is None:
+            return self._finish(self._observations(index, ended, slots) | batch, rows)
+        tensors = self.copy.gather(index, {**batch, "ended": ended, "finals": self._finals.obs[slots]})
+        tensors["next_obs"][:, -1].index_copy_(0, tensors.pop("ended"), tensors.pop("finals"))
+        tensors |= {name: tensors[name].reshape(-1, *self.obs_shape) for name in index}
+        return {**tensors, "indices": torch.from_numpy(rows)}
+
+    def _finish(self, batch: Mapping[str, Array], rows: Array) -> dict[str, Tensor]:
+        """A batch of arrays as tensors on the device, with the rows that it was made from."""
+        return {**self._send(batch), "indices": torch.from_numpy(rows)}
+
+    def _look_up(self, rows: Array) -> tuple[dict[str, Array], dict[str, Array], Array, Array]:
+        """A batch without observations, the rows of their frames, and where episodes ended, with their slots."""
         rewards, last, powers = self._look_ahead(rows)
         columns, slots = self.columns, self.columns["final_slots"].take(last)
         ended = np.flatnonzero(slots >= 0)
@@ -260,34 +278,35 @@ class ReplayBuffer(EnvRings):
             "truncated": columns["truncated"].take(last),
             "dones": terminated.astype(np.float32),
             "discounts": np.where(terminated, np.float32(0.0), powers),
-            **more,
         }
         if "masks" in columns:
             batch["action_masks"] = columns["masks"].take(rows, axis=0)
             batch["next_action_masks"] = columns["masks"].take((last + self.num_envs) % self._length, axis=0)
             batch["next_action_masks"][ended] = self._finals.masks[slots]
-        index = self._frames_of(rows, last, ended)
-        if self.copy is None:
-            tensors = self._send(self._observations(index, ended, slots) | batch)
-        else:
-            tensors = self.copy.gather(index, {**batch, "ended": ended, "finals": self._finals.obs[slots]})
-            tensors["next_obs"][:, -1].index_copy_(0, tensors.pop("ended"), tensors.pop("finals"))
-            tensors |= {name: tensors[name].reshape(-1, *self.obs_shape) for name in index}
-        return {**tensors, "indices": torch.from_numpy(rows)}
+        return batch, self._frames_of(rows, last, ended), ended, slots
 
     def _look_ahead(self, rows: Array) -> tuple[Array, Array, Any]:
         """Discounted reward sums [B], the last row of each window [B], and gamma ** length."""
         if self.n_step == 1:
             return self.columns["rewards"].take(rows), rows, self._powers[1]
+        window, lengths = self._windows(rows)
+        rewards = self._add_up(self.columns["rewards"].take(window), lengths)
+        return rewards, window[np.arange(len(rows)), lengths - 1], self._powers.take(lengths)
+
+    def _windows(self, rows: Array) -> tuple[Array, Array]:
+        """The rows [B, n] of each n-step window, and how many of them [B] count."""
         window = (rows[:, None] + self._window * self.num_envs) % self._length
         room = (self._heads[rows % self.num_envs] - rows // self.num_envs) % self._slots
         ended = self.columns["final_slots"].take(window) >= 0
         # Rows beyond the newest one are stale; `room` cuts them off.
-        lengths = np.minimum(np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, self.n_step), room)
-        rewards = self.columns["rewards"].take(window) * self._powers[:-1]
-        rewards[self._window >= lengths[:, None]] = 0.0
-        last = window[np.arange(len(rows)), lengths - 1]
-        return rewards.sum(axis=1), last, self._powers.take(lengths)
+        return window, np.minimum(np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, self.n_step), room)
+
+    def _add_up(self, rewards: Array, lengths: Array) -> Array:
+        """Discounted sums [B] of the first `lengths` rewards of windows [B, n]."""
+        discounted = rewards * self._powers[:-1]
+        discounted[self._window >= lengths[:, None]] = 0.0
+        total: Array = discounted.sum(axis=1)
+        return total
 
     def _frames_of(self, rows: Array, last: Array, ended: Array) -> dict[str, Array]:
         """Rows [B, k] of the frames of both observations; where an episode ended, the last one is a placeholder."""

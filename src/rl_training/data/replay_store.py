@@ -16,8 +16,10 @@ import torch
 from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
 from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, ReplayBuffer
 from rl_training.data.device_ring import DeviceRing
+from rl_training.data.hindsight import HindsightReplayBuffer
 from rl_training.data.memory import fits_on_gpu, format_bytes
 from rl_training.data.store import Experience, Request, Store, StoreContext
+from rl_training.envs.goals import Goals
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 
@@ -177,20 +179,22 @@ class ReplayStore(BufferStore):
     def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
         self.prioritized_beta: float = self.params.prioritized_beta_start
+        self.goals = Goals(context.recipe, context.spaces, context.seed) if self.params.relabels else None
         self.credit = 0  # environment steps that no training turn has used yet
         self.buffer = self.make_buffer(context)
         rows = -(-self.params.train_frequency // context.num_envs)
         self.layout = context.layout(rows * (2 if context.holds_resets else 1))  # never two rows of resets in a row
         self.support = SupportWatch(self.params, context.num_envs) if self.params.facts.has_support else None
+        self.fresh: Experience | None = None  # which the learner has not observed yet
         # Acting on a GPU does not draw from `rng`, and a turn is one step of every environment.
-        plain = type(self).sample is ReplayStore.sample and not self.params.prioritized
+        plain = type(self).sample is ReplayStore.sample and not self.params.prioritized and self.goals is None
         self.draws_ahead = plain and context.device != "cpu" and self.params.train_frequency <= context.num_envs
         self._has_sampled = False
 
     def make_buffer(self, context: StoreContext) -> Any:
         """The buffer of transitions."""
         return make_buffer(
-            self.params, self.spaces, context.num_envs, context.device, context.recipe.image_frame_stack
+            self.params, self.spaces, context.num_envs, context.device, context.recipe.image_frame_stack, self.goals
         )
 
     @property
@@ -206,7 +210,11 @@ class ReplayStore(BufferStore):
         """The buffer's size, for the start of a run."""
         kind = "prioritized replay" if self.params.prioritized else "replay"
         support = "" if self.support is None else ", returns from {:g} to {:g}".format(*self.support.ends)
-        return f"{kind} of {self.buffer.capacity:,} transitions: {self.buffer.describe_size()}{support}"
+        goals, notes = "", [] if self.goals is None else self.goals.notes
+        if self.goals is not None:
+            goals = f", {self.params.her_ratio:g} of every batch with other goals ({self.params.her_strategy})"
+        line = f"{kind} of {self.buffer.capacity:,} transitions: {self.buffer.describe_size()}{support}{goals}"
+        return "\n".join([line, *(f"warning: {note}" for note in notes)])
 
     def request(self, step: int) -> Request:
         """Request about `train_frequency` environment steps, with random actions until `learning_starts`.
@@ -221,6 +229,7 @@ class ReplayStore(BufferStore):
     def add(self, experience: Experience, step: int) -> int:
         """Add to the buffer; every step from `learning_starts` on adds one credit."""
         self.credit += self.keep(experience, step)
+        self.fresh = experience
         if self.support is not None:
             self.support.look(experience, self.gamma)
         return experience.transitions
@@ -229,6 +238,10 @@ class ReplayStore(BufferStore):
         """Yield `gradient_updates_per_step` samples for each training turn that is due."""
         if self.support is not None:
             self.metrics |= self.support.widen(algorithm)
+        if self.fresh is not None and algorithm.observes:
+            for row in self.fresh.rows():
+                algorithm.observe(row)
+        self.fresh = None
         if not self.is_filled:
             self.credit = 0
         while self.credit >= self.params.train_frequency and len(self.buffer):
@@ -253,13 +266,21 @@ class ReplayStore(BufferStore):
 
     def sample(self) -> dict[str, Any]:
         """One batch."""
-        beta = {"beta": self.prioritized_beta} if self.params.prioritized else {}
-        return self.buffer.sample(self.params.batch_size, self.rng, **beta)
+        more = {"beta": self.prioritized_beta} if self.params.prioritized else {}
+        if self.goals is not None:
+            more = {"ratio": self.params.her_ratio}
+        return self.buffer.sample(self.params.batch_size, self.rng, **more)
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
         """Update priorities from the errors of an update."""
         if isinstance(self.buffer, PrioritizedReplayBuffer) and result.priorities is not None:
             self.buffer.update_priorities(batch["indices"], result.priorities)
+
+    def close(self) -> None:
+        """Remove the buffer's files, and close the environment that knows the rewards of other goals."""
+        super().close()
+        if self.goals is not None:
+            self.goals.close()
 
 
 class DeviceReplayStore(ReplayStore):
@@ -295,6 +316,7 @@ class DeviceReplayStore(ReplayStore):
     def add(self, experience: Experience, step: int) -> int:
         """Add to the ring; every step from `learning_starts` on adds one credit."""
         self.credit += self.keep(experience, step)
+        self.fresh = experience
         if self.support is not None and step >= self.next_look:
             self.support.compare(self.buffer.extremes())
             self.next_look = step + len(self.buffer) // 8
@@ -363,13 +385,18 @@ class SequenceStore(BufferStore):
 
 def make_buffer(
     params: Any, spaces: EnvSpaces, num_envs: int, device: str = "cpu", frame_stack: int = 1,
-    plain: Callable[..., ReplayBuffer] = ReplayBuffer,
+    goals: Goals | None = None, plain: Callable[..., ReplayBuffer] = ReplayBuffer,
 ) -> ReplayBuffer:  # fmt: skip
-    """Make the buffer of transitions for these hyper-parameters; `plain` makes one without priorities."""
+    """Make the buffer of transitions for these hyper-parameters: with `goals`, samples may get other goals; `plain`
+    makes one without priorities and goals.
+    """
     rows = describe_rows(params, spaces, device, frame_stack) | {
         "n_step": params.n_step, "gamma": params.gamma, "frame_stack": frame_stack, "reuses_batches": True,
         "mask_size": spaces.action_dim if spaces.has_action_mask else 0,
     }  # fmt: skip
+    if goals is not None:
+        rows |= {"on_device": False, "goals": goals, "strategy": params.her_strategy}
+        return HindsightReplayBuffer(params.buffer_capacity, num_envs, **rows)
     if not params.prioritized:
         return plain(params.buffer_capacity, num_envs, **rows)
     rows |= {"alpha": params.prioritized_alpha, "eps": params.prioritized_eps}

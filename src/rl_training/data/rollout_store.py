@@ -66,6 +66,8 @@ class RolloutStore(Store):
             batch["action_masks"] = experience.masks[:-1]
         if experience.has_resets:
             batch["valid"] = experience.valid
+        if experience.states is not None:
+            batch |= {"states": experience.states, "starts": experience.starts}
         if not reads_values:
             batch["bootstrap_obs"] = experience.obs[-1]
         if not isinstance(experience.obs, Tensor):
@@ -81,36 +83,36 @@ class RolloutStore(Store):
     def _evaluate(self, algorithm: Algorithm) -> dict[str, Tensor]:
         """The values of all observations by the learner, unless acting has computed them."""
         experience, shape, masks = self.experience, self.experience.rewards.shape, self.experience.masks
+        memory = () if experience.states is None else (experience.states, experience.starts)
         learner: Any = algorithm
 
-        def evaluate(obs: Any, masks: Any) -> Tensor:
-            rows, legal = (None if x is None else torch.as_tensor(x).to(self.device) for x in (obs, masks))
-            assert rows is not None
+        def evaluate(*inputs: Any) -> Tensor:
+            """Values of observations; after these come masks, and the states and starts of a memory."""
+            rows = [None if x is None else torch.as_tensor(x).to(self.device) for x in inputs]
             if self.spaces.obs_kind == "vector":
-                found: Tensor = learner.state_values(rows, legal)
+                found: Tensor = learner.state_values(*rows)
                 return found
             # features of many images may not fit into memory
-            parts = repeat(None) if legal is None else legal.split(MOST_IMAGES)
-            pairs = zip(rows.split(MOST_IMAGES), parts, strict=False)
-            return torch.cat([learner.state_values(*pair) for pair in pairs])
+            parts = [repeat(None) if x is None else x.split(MOST_IMAGES) for x in rows]
+            return torch.cat([learner.state_values(*piece) for piece in zip(*parts, strict=False)])
 
         if experience.has_values:
             known = torch.as_tensor(experience.values).to(self.device)
-            last = evaluate(experience.obs[-1], None if masks is None else masks[-1])
+            last = evaluate(experience.obs[-1], None if masks is None else masks[-1], *(x[-1] for x in memory))
             values = torch.cat([known, last.unsqueeze(0)])
         else:
-            legal = None if masks is None else masks.reshape(-1, masks.shape[-1])
-            values = evaluate(experience.obs.reshape(-1, *experience.obs.shape[2:]), legal).view(-1, shape[1])
+            legal = None if masks is None else merge(masks)
+            values = evaluate(merge(experience.obs), legal, *map(merge, memory)).view(-1, shape[1])
         if experience.final_obs is None:  # the row after an end holds the final observation
             finals = values[1:]
         elif isinstance(experience.obs, Tensor):  # the host reads nothing, so all rows are evaluated
-            finals = evaluate(experience.final_obs.flatten(0, 1), None).view(shape)
+            finals = evaluate(merge(experience.final_obs), None, *(merge(x[1:]) for x in memory[:1])).view(shape)
         else:
             finals, rows = torch.zeros_like(values[1:]), experience.truncated & ~experience.terminated
             if rows.any():
-                finals[torch.from_numpy(rows).to(self.device)] = evaluate(
-                    experience.final_obs[rows], None if masks is None else experience.final_masks[rows]
-                )
+                legal = None if masks is None else experience.final_masks[rows]
+                after = (states[1:][rows] for states in memory[:1])  # the memory after the observation before
+                finals[torch.from_numpy(rows).to(self.device)] = evaluate(experience.final_obs[rows], legal, *after)
         return {"values": values[:-1], "bootstrap_value": values[-1], "truncation_values": finals}
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
@@ -119,6 +121,11 @@ class RolloutStore(Store):
     def watch(self, timed: Timed) -> None:
         """Let `timed` replace the evaluation of a rollout."""
         self._evaluate = timed(self._evaluate, "act")  # type: ignore[method-assign]
+
+
+def merge(x: Any) -> Any:
+    """[T, N, ...] -> [T * N, ...]."""
+    return x.reshape(-1, *x.shape[2:])
 
 
 class DemonstrationStore(RolloutStore):

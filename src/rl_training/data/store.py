@@ -44,6 +44,7 @@ class ExperienceLayout:
     mask_size: int = 0  # 0: no masks
     holds_resets: bool = False  # the engine resets in the next step, so that row holds the final observation
     logprobs: bool = False  # of the behaviour policy, with values if it acts with the learner's weights
+    state_size: int = 0  # of the behaviour's memory
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Shape and dtype of every array."""
@@ -61,17 +62,20 @@ class ExperienceLayout:
             found |= {"masks": ((*more, self.mask_size), bool), "final_masks": ((*lead, self.mask_size), bool)}
         if self.logprobs:
             found |= {"logprobs": (lead, np.float32), "values": (lead, np.float32)}
+        if self.state_size:
+            found |= {"states": ((*more, self.state_size), np.float32), "starts": (more, bool)}
         return found
 
 
 class Experience:
-    """`steps` rows of N environments, followed by one more row of `obs` and `masks`.
+    """`steps` rows of N environments, followed by one more row of `obs`, `masks`, `states` and `starts`.
 
     `final_obs` and `final_masks` are used only in rows where an episode ended; `valid` (if `has_resets`) is false in
-    rows that only reset; `values` are used if `has_values`. `episodes` are in the order of the rows that end them.
-    `version` is the number of updates behind the weights that acted (the oldest, if workers differ). `parts` is set if
-    the columns are not the environments in order: pairs of environment indices and their columns, with an
-    environment's older steps first. The arrays may be tensors.
+    rows that only reset; `values` are used if `has_values`. `states[t]` is the memory of the behaviour before it read
+    `obs[t]`; where `starts[t]` is true, an episode starts, and the behaviour read zeros instead. `episodes` are in the
+    order of the rows that end them. `version` is the number of updates behind the weights that acted (the oldest, if
+    workers differ). `parts` is set if the columns are not the environments in order: pairs of environment indices and
+    their columns, with an environment's older steps first. The arrays may be tensors.
     """
 
     def __init__(self, layout: ExperienceLayout, arrays: Mapping[str, Any] | None = None) -> None:
@@ -84,6 +88,7 @@ class Experience:
         self.final_obs, self.valid = arrays.get("final_obs"), arrays.get("valid")
         self.masks, self.final_masks = arrays.get("masks"), arrays.get("final_masks")
         self.logprobs, self.values = arrays.get("logprobs"), arrays.get("values")
+        self.states, self.starts = arrays.get("states"), arrays.get("starts")
         self.totals: Any = None  # of the episodes that ended, where they are counted on a device
         self.clear()
 
@@ -159,7 +164,7 @@ class StoreContext:
             max_steps, self.num_envs, tuple(spaces.obs_shape), spaces.obs_dtype, tuple(spaces.action_shape),
             continuous=spaces.action_kind == "continuous",
             mask_size=spaces.action_dim if masks and spaces.has_action_mask else 0,
-            holds_resets=self.holds_resets, logprobs=logprobs,
+            holds_resets=self.holds_resets, logprobs=logprobs, state_size=self.params.facts.state_size,
         )  # fmt: skip
 
 

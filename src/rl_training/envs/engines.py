@@ -11,6 +11,7 @@ import numpy as np
 from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.inputs import read_masks
 from rl_training.envs.native import find_obstacle, is_cartpole, make_native_engine
+from rl_training.envs.pool import is_pool
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.envs.stepper import Engine, ReplayableEpisodes, Step, StepTold, episode_seed
 from rl_training.envs.workers import Workers, pickle_registrations, register_missing
@@ -174,12 +175,15 @@ def _make_replayable(recipe: EnvRecipe, seed: int, index: int) -> ReplayableEpis
     return ReplayableEpisodes(make_env(recipe), seed, index)
 
 
-def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
-    """Resolve `auto`: native for several CartPoles, otherwise sync; every other kind only on request."""
+def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int, has_workers: bool = False) -> str:
+    """Resolve `auto`: native for several CartPoles and for environments that only EnvPool has (but not in workers,
+    which could not restore them), otherwise sync; every other kind only on request."""
     if wanted == "native" and (obstacle := find_obstacle(recipe)):
         raise UserError(f"vectorization is 'native', but {obstacle}; use auto, sync or async.")
     if wanted != "auto":
         return wanted
+    if is_pool(recipe.env_id) and not has_workers:
+        return "sync" if find_obstacle(recipe) else "native"
     return "native" if num_envs > 1 and is_cartpole(recipe) else "sync"
 
 

@@ -18,6 +18,8 @@ from typing import Any, cast
 import gymnasium as gym
 from pydantic import Field
 
+from rl_training.envs.pool import PoolEnvironment, is_pool
+from rl_training.envs.rendering import drawing_explained, follow_robot, hear_mujoco
 from rl_training.envs.wrappers import Env, WrapperOptions, layers, wrap
 from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
 from rl_training.validation import StrictModel, validate
@@ -111,9 +113,10 @@ def name_env(env: UserEnv) -> str:
 
 
 def looks_like_entry_point(env_id: str) -> bool:
-    """Whether this is `module:Class`, and not Gymnasium's own `module:RegisteredName-v0`."""
+    """Whether this is `module:Class`, and not Gymnasium's own `module:RegisteredName-v0` or EnvPool's `envpool:ID`."""
     module, _, name = env_id.partition(":")
-    return bool(module and name.isidentifier() and all(part.isidentifier() for part in module.split(".")))
+    is_dotted = all(part.isidentifier() for part in module.split("."))
+    return bool(module and name.isidentifier() and is_dotted) and not is_pool(env_id)
 
 
 def is_provided(module: str) -> bool:
@@ -166,6 +169,12 @@ class EnvRecipe:
         options = self.wrappers
         wrapped = options.pixels or options.atari or options.frame_stack > 1 or options.clip_reward
         return self.maker is None and not wrapped and not looks_like_entry_point(self.env_id)
+
+    @property
+    def vector_options(self) -> dict[str, Any]:
+        """The arguments of what makes several of them at once."""
+        limit = {"max_episode_steps": self.max_episode_steps} if self.max_episode_steps else {}
+        return {**self.kwargs, **limit}
 
     @property
     def image_frame_stack(self) -> int:
@@ -250,7 +259,8 @@ def known_termination(recipe: EnvRecipe) -> Ends | None:
 
 def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | None = None) -> Env:
     """Make one environment with its wrappers, for training or for evaluation."""
-    env = make_unwrapped(recipe, "rgb_array" if recipe.wrappers.pixels else render_mode)
+    with drawing_explained():
+        env = make_unwrapped(recipe, "rgb_array" if recipe.wrappers.pixels else render_mode)
     try:
         return wrap(env, recipe.wrappers, evaluation=evaluation)
     except Exception as error:
@@ -261,19 +271,18 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
     """Make one environment without the wrappers of the config, except for its time limit."""
     if recipe.made:
         return cast(Env, recipe.made[0])  # there is but one simulator
-    kwargs = dict(recipe.kwargs) | ({"render_mode": render_mode} if render_mode else {})
+    kwargs, known = dict(recipe.kwargs), gym.registry.get(recipe.env_id)
+    if render_mode:
+        kwargs = follow_robot(known, kwargs) | {"render_mode": render_mode}
+    hear_mujoco(known)
     maker = recipe.maker
-    if maker is None and ":" in recipe.env_id and not recipe.may_import:
+    if maker is None and ":" in recipe.env_id and not recipe.may_import and not is_pool(recipe.env_id):
         check_module("env_id", recipe.env_id, "env")
     try:
         if maker is None and looks_like_entry_point(recipe.env_id):
             maker = import_entry_point("env_id", recipe.env_id, gym.Env, recipe.named_by_user, "--env ", "env")
         if maker is None:
-            register_on_demand(recipe.env_id)
-            spec: Any = copy.deepcopy(gym.registry.get(recipe.env_id, recipe.env_id))
-            if not isinstance(spec, str):
-                spec.order_enforce = False  # saves a wrapper call per step; this package calls reset before step anyway
-            return gym.make(spec, recipe.max_episode_steps, disable_env_checker=True, **kwargs)
+            return _make_by_id(recipe, render_mode, kwargs)
         env: Any = maker(**kwargs)
     except UserError:
         raise
@@ -302,6 +311,17 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
     if not isinstance(env, gym.Env):
         raise UserError(f"{recipe.env_id} made a {type(env).__name__}; it must make a gymnasium.Env.")
     return gym.wrappers.TimeLimit(env, limit) if limit else env
+
+
+def _make_by_id(recipe: EnvRecipe, render_mode: str | None, kwargs: Mapping[str, Any]) -> Env:
+    """Make an environment of EnvPool's own, or one that is registered with Gymnasium."""
+    if is_pool(recipe.env_id):
+        return PoolEnvironment(recipe.env_id, recipe.vector_options, render_mode)
+    register_on_demand(recipe.env_id)
+    spec: Any = copy.deepcopy(gym.registry.get(recipe.env_id, recipe.env_id))
+    if not isinstance(spec, str):
+        spec.order_enforce = False  # saves a wrapper call per step; this package calls reset before step anyway
+    return gym.make(spec, recipe.max_episode_steps, disable_env_checker=True, **kwargs)
 
 
 def explain(error: BaseException, recipe: EnvRecipe) -> UserError:

@@ -42,7 +42,7 @@ IGNORED = (type, types.ModuleType, np.ufunc, logging.Logger, type(threading.Lock
 REPORTERS = (gym.wrappers.RecordEpisodeStatistics, gym.wrappers.PassiveEnvChecker)  # wrappers that change nothing
 OUTSIDE = (threading.Thread, subprocess.Popen, BaseProcess, Connection)  # most of their state is elsewhere
 # C libraries whose objects a seeded reset rebuilds; the trial at a resume finds what it does not (Box2D's contacts)
-REBUILT = {"mujoco", "Box2D", "ale_py", "pygame", "glfw", "OpenGL"}
+REBUILT = {"mujoco", "Box2D", "ale_py", "envpool", "pygame", "glfw", "OpenGL"}
 # Packages whose objects in C say what a copy is made from; itertools stops saying it in Python 3.14
 COPYABLE = (set(sys.stdlib_module_names) | {"builtins", "numpy", "pandas", "torch"}) - {"itertools"}
 

@@ -18,6 +18,7 @@ from gymnasium import spaces as gs
 from torch import Tensor
 
 from rl_training.envs.device import DeviceEnvironment
+from rl_training.envs.rendering import hear_mujoco
 from rl_training.errors import UserError
 
 State = dict[str, Tensor]
@@ -211,6 +212,7 @@ class MujocoEnvironment(DeviceEnvironment):
         """`model` is a path of an MJCF file, its text, or an `MjModel`."""
         import mujoco
 
+        hear_mujoco()
         if not isinstance(model, mujoco.MjModel):
             read = mujoco.MjModel.from_xml_string if "<" in str(model) else mujoco.MjModel.from_xml_path
             model = read(str(model))

@@ -1,4 +1,4 @@
-"""Engines whose environments are stepped by other code, in C++ or as one array: CartPole, Atari games and EnvPool."""
+"""Engines whose environments are stepped by other code, in C++ or as one array; EnvPool's is in `envs/pool.py`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium import spaces as gs
 
 from rl_training.envs.factory import EnvRecipe, register_on_demand
+from rl_training.envs.pool import PoolEngine, is_pool, open_pool
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.envs.stepper import Engine, Step, episode_seed
 from rl_training.envs.wrappers import lost
@@ -196,35 +197,6 @@ class AtariEngine(Engine):
         vars(self.env).pop("ale", None)
 
 
-class PoolEngine(Engine):
-    """EnvPool: C++ threads, next-step autoreset; its state cannot be saved, so a resume starts new episodes."""
-
-    resets_next_step = True
-
-    def __init__(self, pool: Any, spaces: EnvSpaces) -> None:
-        self.pool, self.spaces = pool, spaces
-        self._dtype = pool.action_space.dtype
-        self._ended = np.zeros(0, dtype=bool)
-
-    def reset(self) -> tuple[Array, Array | None]:
-        """The first observations."""
-        obs, info = self.pool.reset()
-        self._ended = np.zeros(len(info["env_id"]), dtype=bool)
-        return self.spaces.encode(obs), None
-
-    def step(self, actions: Array) -> Step:
-        """Step every environment; a row that ended in the last step resets in this one and is not valid."""
-        resets = self._ended
-        obs, rewards, terminated, truncated, _ = self.pool.step(actions.astype(self._dtype))
-        self._ended = terminated | truncated
-        valid = ~resets if np.count_nonzero(resets) else None
-        return Step(self.spaces.encode(obs), rewards.astype(np.float32), terminated, truncated, valid=valid)
-
-    def close(self) -> None:
-        """End the threads."""
-        self.pool.close()
-
-
 def is_cartpole(recipe: EnvRecipe) -> bool:
     """Whether this is the CartPole that Gymnasium has vector code for."""
     entry = getattr(gym.registry.get(recipe.env_id), "vector_entry_point", None) if recipe.is_plain else None
@@ -242,6 +214,8 @@ def find_obstacle(recipe: EnvRecipe) -> str | None:
     """Why there is no engine here for this environment, as half a sentence; None if there is one."""
     if is_cartpole(recipe):
         return None
+    if is_pool(recipe.env_id):
+        return None if recipe.is_plain else "EnvPool takes no wrappers but normalizing ones"
     if _is_atari(recipe):
         options = recipe.wrappers
         if not options.atari or options.pixels or options.frame_stack > 1:
@@ -261,16 +235,15 @@ def find_obstacle(recipe: EnvRecipe) -> str | None:
 
 def make_native_engine(recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int) -> Engine:
     """The engine over `num_envs` environments, for a recipe without an obstacle."""
-    limit: dict[str, Any] = {"max_episode_steps": recipe.max_episode_steps} if recipe.max_episode_steps else {}
     if is_cartpole(recipe):
-        vector = gym.make_vec(recipe.env_id, num_envs, "vector_entry_point", **limit, **recipe.kwargs)
+        vector = gym.make_vec(recipe.env_id, num_envs, "vector_entry_point", **recipe.vector_options)
         return CartPoleEngine(vector.unwrapped, seed)
     if _is_atari(recipe):
         return AtariEngine(recipe, spaces, num_envs, seed)
-    import envpool
-
     first_seed = episode_seed(seed, 0, 0) >> 2  # EnvPool counts up from it, in 31 bits
-    pool = envpool.make(recipe.env_id, env_type="gymnasium", num_envs=num_envs, seed=first_seed, **limit)
+    pool = open_pool(recipe.env_id, recipe.vector_options, num_envs=num_envs, seed=first_seed)
+    if is_pool(recipe.env_id):  # the spaces are those of a pool
+        return PoolEngine(pool, spaces)
     for name in ("observation_space", "action_space"):
         ours, theirs = getattr(spaces, name), getattr(pool, name)
         if not _agree(ours, theirs):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
+from rl_training.ops.moments import merge_moments, moments_of_sums
 from rl_training.speed.passes import Array, Columns, NumpyPolicy, NumpyStep, numpy_chain, numpy_step
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -122,6 +123,9 @@ def encode(encoder: nn.Module | None, x: Tensor) -> Tensor:
     return x if encoder is None else encoder(x)
 
 
+PRIOR = 1e-4  # rows, as which the statistics before the first step count
+
+
 class ObservationNorm(nn.Module):
     """Running mean and variance of observations; changed only by `update`, so it is frozen outside learning."""
 
@@ -140,19 +144,32 @@ class ObservationNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, obs: Tensor) -> None:
-        """Add rows [B, D] to the statistics (Chan's parallel formula)."""
+        """Add rows [B, D] to the statistics."""
         if len(obs) == 0:
             return
         mean, var, rows = obs.mean(0), obs.var(0, correction=0), float(len(obs))
         if self.ranks is not None:
             (mean, var), rows = self.ranks.moments(mean, var), rows * self.ranks.count
-        total = self.count + rows
-        delta = mean - self.mean
-        share = (rows / total).to(delta.dtype)
-        spread = self.var * (1 - share) + var * share + delta.square() * share * (1 - share)
-        self.mean.add_(delta * share)
-        self.var.copy_(spread)
-        self.count.copy_(total)
+        self._add(rows, mean, var)
+
+    @torch.no_grad()
+    def update_where(self, obs: Tensor, valid: Tensor) -> None:
+        """Add the valid ones of rows [B, D]; a function of tensors. There may be none, and ranks may differ in number.
+
+        The first time, mean 0 and variance 1 count as `PRIOR` rows.
+        """
+        self.count.clamp_(min=PRIOR)
+        rows = obs.double() * valid.unsqueeze(-1)
+        sums = torch.cat([valid.double().sum().view(1), rows.sum(0), rows.square().sum(0)])
+        if self.ranks is not None:
+            sums = self.ranks.mean_(sums) * self.ranks.count
+        count, mean, var = moments_of_sums(sums)
+        self._add(count, mean.to(obs.dtype), var.to(obs.dtype))
+
+    def _add(self, rows: float | Tensor, mean: Tensor, var: Tensor) -> None:
+        moments = merge_moments((self.count, self.mean, self.var), rows, mean, var)
+        for held, value in zip((self.count, self.mean, self.var), moments, strict=True):
+            held.copy_(value)
 
     def numpy_step(self) -> NumpyStep | None:
         """The same in numpy."""
@@ -203,14 +220,18 @@ class ObservationInput(nn.Module):
         obs = obs if obs.dtype == torch.float32 else obs.float()
         return obs if self.norm is None else self.norm(obs)
 
+    def update(self, obs: Tensor, valid: Tensor | None = None) -> None:
+        """Add observations, or the valid ones of them, to the running statistics, if there are any."""
+        if self.norm is None:
+            return
+        if valid is None:
+            self.norm.update(self.vectors(obs))
+        else:
+            self.norm.update_where(self.vectors(obs), valid)
+
     def vectors(self, obs: Tensor) -> Tensor:
         """The part of raw observations that is normalized, as floats."""
         return obs.float()
-
-    def update(self, obs: Tensor) -> None:
-        """Add observations to the running statistics, if there are any."""
-        if self.norm is not None:
-            self.norm.update(self.vectors(obs))
 
     def fit(self, obs: Tensor) -> None:
         """Take the statistics of recorded observations, if they are used."""
@@ -410,15 +431,15 @@ class ActorAndCritics(nn.Module):
     arXiv:1910.01741). Those authors drop that gradient, which is cheaper but ties actor and critics together; here they
     have their own optimizers and targets. With `actor_columns`, the actor sees only these columns of its features, the
     critics all of theirs. The critics have the actor's widths unless they have their own. `critic_options` are those of
-    `CriticEnsemble`.
+    `make_critics`.
     """
 
     bounded_features = False  # whether its `ImageEncoder` is `bounded`, as deterministic actors need
 
     def __init__(
-        self, actor: type[nn.Module], *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256),
-        critic_hidden_sizes: Sequence[int] | None = None, activation: str = "relu",
-        observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
+        self, actor: Callable[..., nn.Module], *, obs_dim: int, action_dim: int,
+        hidden_sizes: Sequence[int] = (256, 256), critic_hidden_sizes: Sequence[int] | None = None,
+        activation: str = "relu", observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
         actor_columns: Sequence[int] | None = None, **critic_options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -429,9 +450,13 @@ class ActorAndCritics(nn.Module):
         )  # fmt: skip
         inputs = encoded_dim(obs_dim, encoder) + action_dim
         sizes = hidden_sizes if critic_hidden_sizes is None else critic_hidden_sizes
-        self.critics = CriticEnsemble(
+        self.critics = self.make_critics(
             inputs=inputs, encoder=copy.deepcopy(encoder), hidden_sizes=sizes, activation=activation, **critic_options
         )
+
+    def make_critics(self, **options: Any) -> Any:
+        """A network of critics; a subclass may make another one."""
+        return CriticEnsemble(**options)
 
     def features(self, obs: Tensor) -> Tensor:
         """The input of the critics, before their encoder."""

@@ -43,11 +43,13 @@ class MLPActorCritic(ObservationNetwork):
 
     `action_kind` "discrete" has `action_dim` choices; "continuous" has `action_dim` dimensions and a state-independent
     deviation; "multi_discrete" and "multi_binary" have `action_sizes` choices per factor, independent given the state.
-    With `actor_columns`, the actor sees only these columns of the features, the critic all of them.
+    With `actor_columns`, the actor sees only these columns of the features, the critic all of them. The critic has the
+    actor's widths unless it has its own.
     """
 
     def __init__(
-        self, *, action_dim: int, hidden_sizes: Sequence[int] = (64, 64), activation: str = "tanh",
+        self, *, action_dim: int, hidden_sizes: Sequence[int] = (64, 64),
+        critic_hidden_sizes: Sequence[int] | None = None, activation: str = "tanh",
         action_kind: str = "discrete", action_sizes: Sequence[int] | None = None,
         initial_log_std: float = 0.0, actor_columns: Sequence[int] | None = None, **inputs: Any,
     ) -> None:  # fmt: skip
@@ -55,7 +57,8 @@ class MLPActorCritic(ObservationNetwork):
         self.action_kind = action_kind
         self.action_sizes = tuple(action_sizes or (action_dim,))
         self.actor = mlp(self.input_dim, hidden_sizes, action_dim, activation, output_gain=0.01, columns=actor_columns)
-        self.critic = mlp(self.input_dim, hidden_sizes, 1, activation)
+        sizes = hidden_sizes if critic_hidden_sizes is None else critic_hidden_sizes
+        self.critic = mlp(self.input_dim, sizes, 1, activation)
         self.log_std = nn.Parameter(torch.full((action_dim,), initial_log_std)) if action_kind == "continuous" else None
         self._both, self._critic = WrittenOut(), WrittenOut()
 

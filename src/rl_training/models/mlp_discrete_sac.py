@@ -43,20 +43,21 @@ class MLPDiscreteSACModel(nn.Module):
     """
 
     def __init__(
-        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), activation: str = "relu",
+        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256),
+        critic_hidden_sizes: Sequence[int] | None = None, activation: str = "relu",
         action_kind: str = "discrete", action_sizes: Sequence[int] | None = None, num_critics: int = 2,
         encoder: nn.Module | None = None, actor_columns: Sequence[int] | None = None, **inputs: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.action_sizes = tuple(action_sizes or (action_dim,))
-        shape: dict[str, Any] = {"hidden_sizes": hidden_sizes, "activation": activation}
         self.actor = CategoricalActor(
             obs_dim=obs_dim, action_kind=action_kind, action_sizes=self.action_sizes, encoder=encoder,
-            columns=actor_columns, **shape, **inputs,
+            columns=actor_columns, hidden_sizes=hidden_sizes, activation=activation, **inputs,
         )  # fmt: skip
+        sizes = hidden_sizes if critic_hidden_sizes is None else critic_hidden_sizes
         self.critics = CriticEnsemble(
             num_critics=num_critics, inputs=encoded_dim(obs_dim, encoder), outputs=action_dim,
-            encoder=copy.deepcopy(encoder), **shape,
+            encoder=copy.deepcopy(encoder), hidden_sizes=sizes, activation=activation,
         )  # fmt: skip
 
     def values(self, critics: CriticEnsemble, obs: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -30,6 +31,7 @@ from rl_training.data.memory import ArraySpec, available_memory, explain_bytes, 
 from rl_training.data.replay_store import make_buffer
 from rl_training.envs.factory import EnvRecipe, UserEnv, episode_limit, make_env, read_recipe
 from rl_training.envs.probe import probe_spaces
+from rl_training.envs.rendering import drawing_explained, without_screen
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Engine, episode_seed
 from rl_training.envs.wrappers import Env
@@ -44,6 +46,7 @@ CAN_BE_LEFT = True  # a signal may interrupt this code (run/interruption.py)
 EVALUATION_STREAM, RECORDING_STREAM = 2**31, 2**31 + 1  # environment indices that no training environment has
 MOST_SIDE_BY_SIDE = 20
 MOST_STEPS = 10_000  # for environments without a limit
+Watch = Callable[[int, int], None]  # called after every step with the episode and its length so far
 NEEDS = "needs the extra 'video' (pip install 'rl-training[video]')"
 
 
@@ -90,11 +93,12 @@ class Evaluator:
 
     def evaluate(
         self, algorithm: Algorithm, episodes: int, *, deterministic: bool = True, window: bool = False,
-        videos: Path | None = None,
+        videos: Path | None = None, watch: Watch | None = None,
     ) -> EvaluationResult:  # fmt: skip
         """Run that many episodes; the seed of episode i depends only on the run's seed and i.
 
-        They can be shown in a window or recorded as videos; then they run one after the other.
+        They can be shown in a window or recorded as videos; then they run one after the other. `watch` gets the number
+        of the episode and its steps so far.
         """
         if self.recipe.made:
             if videos is not None or window:
@@ -108,14 +112,19 @@ class Evaluator:
                 raise UserError(f"a video {NEEDS}.")
         shown = "rgb_array" if videos is not None else "human" if window else None
         envs: list[Env] = []
-        with closed_after(envs, self.spaces.env_id, self.warn, waits=videos is not None):  # until a video is written
+        with ExitStack() as held:
+            if videos is not None:
+                held.enter_context(without_screen())
+                held.enter_context(drawing_explained())
+            waits = videos is not None  # until a video is written
+            held.enter_context(closed_after(envs, self.spaces.env_id, self.warn, waits=waits))
             for _ in range(1 if shown else min(episodes, MOST_SIDE_BY_SIDE)):
                 envs.append(make_env(self.recipe, evaluation=True, render_mode=shown))
             limit = self.max_steps or episode_limit(envs[0]) or MOST_STEPS
             try:
                 if videos is not None:
                     envs[0] = gym.wrappers.RecordVideo(envs[0], str(videos), lambda _: True, disable_logger=True)
-                result = self._play(envs, algorithm, episodes, deterministic, limit)
+                result = self._play(envs, algorithm, episodes, deterministic, limit, watch)
             except gym.error.DependencyNotInstalled as error:
                 if shown is None:
                     raise
@@ -156,8 +165,9 @@ class Evaluator:
             self.warn(f"warning: {text}")
 
     def _play(
-        self, envs: list[Env], algorithm: Algorithm, episodes: int, deterministic: bool, limit: int
-    ) -> EvaluationResult:
+        self, envs: list[Env], algorithm: Algorithm, episodes: int, deterministic: bool, limit: int,
+        watch: Watch | None = None,
+    ) -> EvaluationResult:  # fmt: skip
         actor = learner.ActingSession(algorithm, len(envs), self.seed, deterministic=deterministic)
         act = actor.in_environments(self.spaces, self.check)
         seed_of = partial(episode_seed, self.seed, EVALUATION_STREAM)
@@ -166,6 +176,8 @@ class Evaluator:
         for step in play(envs, act, seed_of, self.spaces.env_id, episodes, limit):
             returns[step.episode] += step.reward
             lengths[step.episode] += 1
+            if watch is not None:
+                watch(step.episode, lengths[step.episode])
             ended = step.terminated or step.truncated
             cut += lengths[step.episode] == limit and not ended
             if (ended or lengths[step.episode] == limit) and (success := read_success(step.info)) is not None:

@@ -22,10 +22,11 @@ from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig
 from rl_training.envs.inputs import encode_for_prediction, masks_for_prediction, read_masks
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.errors import UserError
+from rl_training.errors import UserError, did_you_mean
 from rl_training.play import Act
 from rl_training.record.checkpoints import load_checkpoint, pack_tree, unpack_tree
 from rl_training.speed.capture import HostStep
+from rl_training.speed.optimizer import Optimizer
 from rl_training.validation import check_plain, validate
 
 CAN_BE_LEFT = False  # a signal may not interrupt this code (run/interruption.py)
@@ -153,6 +154,32 @@ def with_own_generator(state: dict[str, Any], module: nn.Module) -> dict[str, An
     return {**state, **changed}
 
 
+def copy_parameters(algorithm: Algorithm) -> dict[str, Tensor]:
+    """All tensors of a learner's state by name, without those of its optimizers."""
+    optimizers = tuple(f"{name}." for name, part in algorithm.named_modules() if isinstance(part, Optimizer))
+    state = algorithm.state_dict().items()
+    return {k: v.detach().cpu().clone() for k, v in state if isinstance(v, Tensor) and not k.startswith(optimizers)}
+
+
+def check_parameters(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The given values as tensors of the learner's own shapes and types; a UserError names one that cannot be."""
+    found = {}
+    for name, value in given.items():
+        if name not in own:
+            raise UserError(f"there is no parameter {name!r}; {did_you_mean(str(name), own)}")
+        like = own[name]
+        try:
+            tensor = torch.as_tensor(value).detach().to("cpu", like.dtype).clone()
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(f"{name} is {value!r:.60}; it must be a tensor or an array.") from None
+        if tensor.shape != like.shape:
+            raise UserError(f"{name} has the shape {tuple(tensor.shape)}; it must be {tuple(like.shape)}.")
+        if not tensor.isfinite().all():
+            raise UserError(f"{name} holds a value that is not finite.")
+        found[name] = tensor
+    return found
+
+
 def first_difference(stored: Any, built: Any, name: str) -> str | None:
     """A description of the first difference in kind or shape between a stored and a newly built state, or None.
 
@@ -266,7 +293,7 @@ class ActingSession:
 
         # not a method: a reference cycle would keep the session's graphs until garbage collection
         self._step = HostStep(decide, algorithm.numbers, self.generator, algorithm.device)
-        self._numpy_policy = algorithm.numpy_policy()
+        self._numpy_policy, self._numpy_memory = algorithm.numpy_policy(), algorithm.numpy_memory()
         self._lock = acting_lock(algorithm)
         self.forget()
 
@@ -279,6 +306,10 @@ class ActingSession:
         """Actions of the policy for encoded observations [N, ...]."""
         with self._lock:
             if self._numpy_policy is not None:
+                if self._numpy_memory is not None:
+                    begins = np.zeros(len(obs), dtype=bool) if is_first is None else is_first
+                    obs, states = self._numpy_memory(obs, self.carry.numpy(), begins)
+                    self.carry = torch.from_numpy(states)
                 return self._numpy_policy(obs, masks, self.rng, self.deterministic)
             given = {"obs": obs, "action_masks": masks, "is_first": is_first}
             arrays = {name: np.ascontiguousarray(array) for name, array in given.items() if array is not None}

@@ -20,7 +20,7 @@ from rl_training.envs.probe import probe_spaces
 from rl_training.errors import UserError, counted
 from rl_training.run import learner
 from rl_training.run.build import Session, closed_on_error, open_session
-from rl_training.run.evaluation import Evaluator
+from rl_training.run.evaluation import Evaluator, Watch
 from rl_training.run.folder import branch_run_dir, end_written, is_newest, locked, make_run_dir, read_end, run_dir_of
 from rl_training.run.interruption import abandon_turn_on_signal, save_on_failure, stop_error, stop_on_signals
 from rl_training.run.loop import RunState, run_loop, summarize_episodes
@@ -174,9 +174,12 @@ def predict_checkpoint(
 def evaluate_checkpoint(
     path: learner.PathLike, *, num_episodes: int | None = None, deterministic: bool = True,
     env: UserEnv | None = None, seed: int | None = None, record_video_dir: learner.PathLike | None = None,
-    render: bool = False, network: Any = None,
+    render: bool = False, network: Any = None, watch: Watch | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Metrics of whole episodes with a checkpoint's policy, including per-episode returns and lengths."""
+    """Metrics of whole episodes with a checkpoint's policy, including per-episode returns and lengths.
+
+    `watch` is called after every step with the number of the episode and its length so far.
+    """
     asked = None if num_episodes is None else whole_number("num_episodes", num_episodes, least=1)
     network = env if network is None and isinstance(env, tuple) else network
     algorithm, spaces, config = learner.load_algorithm(path, learner.read_checkpoint(path), network)
@@ -187,7 +190,7 @@ def evaluate_checkpoint(
     torch.set_num_threads(int(config.threads))
     videos = None if record_video_dir is None else Path(record_video_dir)
     result = Evaluator(recipe, spaces, seed, max_steps=config.eval_max_steps).evaluate(
-        algorithm, episodes, deterministic=deterministic, window=render, videos=videos
+        algorithm, episodes, deterministic=deterministic, window=render, videos=videos, watch=watch
     )
     return {**result.metrics(), "eval_returns": result.returns, "eval_lengths": result.lengths}
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from rl_training.algorithms.a2c import A2C
-from rl_training.config.rollout_params import NORMALIZED, RolloutParams, rollout_spec
+from rl_training.config.params import Reason, Reasons
+from rl_training.config.rollout_params import NORMALIZED, RecurrentParams, rollout_spec
 from rl_training.run.workflows import train_function
 
 
-class A2CParams(RolloutParams):
+class A2CParams(RecurrentParams):
     """Hyper-parameters of A2C."""
+
+    unused: ClassVar[Reasons] = (Reason(("refresh_memory",), "a2c makes one pass over each rollout"),)
 
     learning_rate: float = Field(7e-4, ge=0, le=10, description="Learning rate of the optimizer.")
     num_steps: int = Field(8, ge=1, le=1_000_000, description="Steps of each environment per rollout.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl_training.algorithms.appo import APPO
 from rl_training.config.params import Reason, Reasons
@@ -34,6 +34,12 @@ class APPOParams(VTraceParams, ClippedParams):
     target_update_interval: int = Field(4, ge=1, description="Updates between copies of the target policy.")
     kl_coef: float = Field(1.0, ge=0, description="Initial weight of KL(target || policy).")
     kl_target: float = Field(0.01, gt=0, description="KL divergence to which kl_coef adapts.")
+
+    @model_validator(mode="after")
+    def _target_has_no_memory(self) -> APPOParams:
+        if self.target_policy and self.memory != "none":
+            raise ValueError("target_policy is true; with a memory it must be false")
+        return self
 
 
 SPECS = [

@@ -62,6 +62,12 @@ class GAILParams(PPOParams, ExpertParams):
         return self
 
     @model_validator(mode="after")
+    def _remembers_nothing(self) -> GAILParams:
+        if self.memory != "none":
+            raise ValueError(f"memory is {self.memory!r}; gail, whose discriminator sees no history, needs none")
+        return self
+
+    @model_validator(mode="after")
     def _end_has_a_worth(self) -> GAILParams:
         if self.absorbing_states and self.gamma == 1:
             raise ValueError("gamma is 1; with absorbing_states it must be below 1, or an end has infinite value")

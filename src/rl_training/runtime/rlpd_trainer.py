@@ -18,16 +18,11 @@ class RLPDParams(SACParams, DatasetParams):
     """Hyper-parameters of RLPD."""
 
     one_step_with: ClassVar[str] = "prior data"
-    fixed: ClassVar[Reasons] = (
-        Reason(("initial_alpha",), "it is where the tuned temperature starts"),
-        Reason(("offline_batch_ratio",), DIVIDED_ONCE),
-    )
+    fixed: ClassVar[Reasons] = (Reason(("offline_batch_ratio",), DIVIDED_ONCE),)
 
     offline_batch_ratio: float = Field(0.5, ge=0, le=1, description="Share of every batch that is prior data.")
     offline_pretrain_updates: int = Field(0, ge=0, description="Updates on prior data only, before the first step.")
     target_entropy: float | None = Field(None, description="Of alpha auto; null: minus half the action dimensions.")
-    initial_alpha: float = Field(1.0, gt=0, description="Initial temperature of alpha auto.")
-    backup_entropy: bool = Field(True, description="Include the entropy in the critics' targets, as SAC does.")
     num_critics: int = Field(10, ge=1, le=1_000, description="Critics in the ensemble.")
     critic_subset_size: int | None = Field(
         2, ge=1, description="Critics, drawn for each update, of which the target is made; null: all."

@@ -36,6 +36,14 @@ class TRPOParams(RolloutParams):
 
     @model_validator(mode="before")
     @classmethod
+    def _remembers_nothing(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Its step differentiates the policy twice, which torch's LSTM on a CPU does not support."""
+        if data.get("memory", "none") != "none":
+            raise ValueError(f"memory is {data['memory']!r}; trpo supports none, take ppo, a2c, impala or appo")
+        return {name: value for name, value in data.items() if name != "memory"}
+
+    @model_validator(mode="before")
+    @classmethod
     def _leave_out_unused_rate(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Accept what earlier versions stored: `learning_rate` with a default that nothing used."""
         unused = "value_learning_rate" in data and data.get("learning_rate") == 3e-4

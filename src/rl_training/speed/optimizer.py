@@ -19,9 +19,10 @@ from rl_training.speed.private_torch import adam_step, concatenate, differentiat
 
 Gradients = Sequence[Tensor | None]
 Backward = Callable[..., Gradients]
-PLAIN_ADAM: dict[str, Any] = {"kind": "adam", "eps": 1e-8, "max_grad_norm": None}  # regardless of a learner's options
-OPTIMIZERS = ("adam", "radam", "rmsprop", "rmsprop_tf", "sgd")
-WITH_MEAN = ("adam", "radam")  # of the gradients
+# regardless of a learner's options
+PLAIN_ADAM: dict[str, Any] = {"kind": "adam", "eps": 1e-8, "max_grad_norm": None, "beta1": 0.9}
+OPTIMIZERS = ("adam", "adamw", "radam", "rmsprop", "rmsprop_tf", "sgd")
+WITH_MEAN = ("adam", "adamw", "radam")  # of the gradients
 MOST_PIECES, LEAST_PIECE, ALIGNED = 32, 1_024, 4  # how a GPU's flat parameters are split (see `split_evenly`)
 BLOCK = 65_536  # elements that Adam's kernel assigns to one multiprocessor; a shorter tensor gets one too
 
@@ -84,10 +85,12 @@ def _number(option: str) -> Any:
 
 
 class Optimizer(nn.Module):
-    """Adam, RAdam, RMSProp (torch's, or TensorFlow's with epsilon inside the root) or SGD over flat parameters.
+    """Adam, AdamW, RAdam, RMSProp (torch's, or TensorFlow's with epsilon inside the root) or SGD over flat parameters.
 
     It is a module, so that its moments are in the algorithm's `state_dict`. `learning_rate`, `eps` and `max_grad_norm`
     may be names in the table `numbers`, which is read at every step; of two names the first that is set counts.
+    `weight_decay` is AdamW's. The optimizer of a module calls `project_()` of each of its parts that has this method,
+    after every step: it puts parameters back where they must be, in place, as a function of tensors.
     """
 
     ranks: Any = None  # the other learners of a distributed run (run/ranks.py); None in a run of one process
@@ -96,9 +99,9 @@ class Optimizer(nn.Module):
     max_grad_norm = _number("max_grad_norm")
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], *, learning_rate: float | str | tuple[str, str], kind: str = "adam",
-        eps: float | str = 1e-8, max_grad_norm: float | str | None = None, decay: float = 0.99,
-        numbers: Mapping[str, Any] | None = None,
+        self, parameters: nn.Module | Iterable[nn.Parameter], *, learning_rate: float | str | tuple[str, str],
+        kind: str = "adam", eps: float | str = 1e-8, max_grad_norm: float | str | None = None, decay: float = 0.99,
+        beta1: float = 0.9, weight_decay: float = 0.01, numbers: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if kind not in OPTIMIZERS:
@@ -108,10 +111,14 @@ class Optimizer(nn.Module):
         self._options = {"learning_rate": rates, "eps": (eps,), "max_grad_norm": (max_grad_norm,)}
         if self.learning_rate < 0:
             raise UserError(f"learning_rate is {self.learning_rate}; it must be at least 0.")
+        parts: Iterable[Any] = ()
+        if isinstance(parameters, nn.Module):
+            parts, parameters = parameters.modules(), parameters.parameters()
+        self._projected = tuple(part for part in parts if hasattr(part, "project_"))
         params, flat = flatten_parameters(parameters)
         self._params, self.flat = tuple(params), flat  # plain attributes: the networks own the parameters
         self._one = flat.new_ones(())
-        self.kind, self.decay = kind, decay
+        self.kind, self.decay, self.beta1, self.weight_decay = kind, decay, beta1, weight_decay
         self.mean: Tensor
         self.square: Tensor
         self.steps: Tensor
@@ -164,16 +171,21 @@ class Optimizer(nn.Module):
         if longest is not None and (not norm.is_cpu or norm.item() > longest):  # reading the norm is free on a CPU
             grad.mul_((longest / (norm + 1e-6)).clamp_(max=1.0))
         self._move(grad)
+        for part in self._projected:
+            part.project_()
         return norm
 
     def _move(self, grad: Tensor) -> None:
-        if self.kind == "adam":
+        if self.kind in ("adam", "adamw"):
             steps = self.steps
             steps.add_(self._one)  # in place, since setting an attribute of a module takes longer than the addition
             tensors = self.flat, grad, self.mean, self.square
             params, grads, means, squares = [(x,) if grad.is_cpu else split_evenly(x) for x in tensors]
             state_steps = [steps] * len(params)
-            adam_step(params, grads, means, squares, state_steps=state_steps, lr=self.learning_rate, eps=self.eps)
+            if self.kind == "adamw":
+                self.flat.mul_(1.0 - self.learning_rate * self.weight_decay)
+            rates = {"lr": self.learning_rate, "eps": self.eps, "beta1": self.beta1}
+            adam_step(params, grads, means, squares, state_steps=state_steps, **rates)
             return
         rate = self.learning_rate
         if self.kind == "radam":
@@ -195,7 +207,7 @@ class Optimizer(nn.Module):
 
         torch's own reads the number of steps on the host, which a captured step must not.
         """
-        beta, decay, steps = 0.9, 0.999, self.steps.add_(self._one).double()
+        beta, decay, steps = self.beta1, 0.999, self.steps.add_(self._one).double()
         self.mean.lerp_(grad, 1.0 - beta)
         self.square.lerp_(grad * grad, 1.0 - decay)
         most, left = 2.0 / (1.0 - decay) - 1.0, 1.0 - decay**steps

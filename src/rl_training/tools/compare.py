@@ -115,20 +115,29 @@ def differing(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def group_runs(runs: Sequence[RunRecord], by: str | None = None) -> Groups:
-    """Group runs by the settings in `by`, or else by algorithm; runs of one algorithm by the settings that differ."""
-    names = [] if by is None else [name.strip().removeprefix("algo_kwargs.") for name in by.split(",")]
-    known = {name for run in runs for name in run.settings}
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"--by {unknown[0]}: no run has that setting; {did_you_mean(unknown[0], known)}")
-    if by is None:
-        several = len({run.algo for run in runs}) > 1
-        names = ["algo"] if several else [name for name in differing(runs) if name != "env_id"]
+    """Group runs by the settings in `by`, or else by algorithm; runs of one algorithm by the settings that differ.
+
+    Runs of tables, whose settings are not known, are grouped by algorithm.
+    """
+    names = choose_names([run for run in runs if not run.measured_on] or runs, by)
     groups: Groups = {}
     for run in runs:
-        shown = [(name, describe_value(run.settings.get(name))) for name in names]
+        shown = [(name, describe_value(run.settings.get(name))) for name in names if not run.measured_on]
         label = ", ".join(value if name == "algo" else f"{name}={value}" for name, value in shown) or run.algo
         groups.setdefault(label, []).append(run)
     return dict(sorted(groups.items()))
+
+
+def choose_names(runs: Sequence[RunRecord], by: str | None) -> list[str]:
+    """The settings by which runs are grouped."""
+    if by is None:
+        several = len({run.algo for run in runs}) > 1
+        return ["algo"] if several else [name for name in differing(runs) if name != "env_id"]
+    names = [name.strip().removeprefix("algo_kwargs.") for name in by.split(",")]
+    known = {name for run in runs for name in run.settings}
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"--by {unknown[0]}: no run has that setting; {did_you_mean(unknown[0], known)}")
+    return names
 
 
 def describe_value(value: Any) -> str:
@@ -146,11 +155,18 @@ def check_environments(groups: Groups, references: References) -> list[str]:
     bare = [env for env in envs if env not in references]
     if bare and (len(envs) > 1 or references):
         what = f"the runs are on {' and '.join(envs[:3])}, whose returns are not of one scale"
-        raise UserError(f"{what}; give --reference {bare[0]}=LOW,HIGH and so on, or runs on one environment.")
+        raise UserError(f"{what}; give --reference {bare[0]}=LOW,HIGH and so on, or no --reference.")
     for name, runs in groups.items():
         if missing := [env for env in envs if env not in {run.env_id for run in runs}]:
             raise UserError(f"{name} has no run on {missing[0]}; every group needs runs on the same environments.")
     return envs
+
+
+def by_task(groups: Groups) -> list[Groups]:
+    """The groups on each environment."""
+    envs = dict.fromkeys(run.env_id for runs in groups.values() for run in runs)
+    found = [{name: [run for run in runs if run.env_id == env] for name, runs in groups.items()} for env in envs]
+    return [{name: runs for name, runs in task.items() if runs} for task in found]
 
 
 class GroupScores(NamedTuple):
@@ -242,10 +258,16 @@ def compare_groups(
         )  # fmt: skip
 
     scores = sorted((score(*group) for group in groups.items()), key=lambda group: -float(group.iqm.value))
-    pairs = [compare_pair(x.name, y.name, finals[x.name], finals[y.name]) for x, y in combinations(scores, 2)]
+    pairs = [compare_pair(x, y, finals[x], finals[y]) for x, y in choose_pairs(groups, [s.name for s in scores])]
     steps = np.linspace(0, 1, POINTS) if len(shared) > 1 else shared[0] if shared else None
     notes = [*left_out, *measured, *drawn_by, *doubts(groups)]
     return Comparison(envs, scores, pairs, scored_by, curve_of if shared else "", steps, thresholds, notes)
+
+
+def choose_pairs(groups: Groups, names: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs to compare: of published groups with each other only if there is no other."""
+    published = {name for name, group in groups.items() if group[0].measured_on}
+    return [pair for pair in combinations(names, 2) if not set(pair) <= published or len(published) == len(groups)]
 
 
 def by_environment(runs: Sequence[RunRecord], envs: Sequence[str]) -> list[list[RunRecord]]:
@@ -303,24 +325,40 @@ def learning_curves(groups: Groups) -> tuple[str, list[Series], list[str]]:
 
 def doubts(groups: Groups) -> list[str]:
     """Sentences about what makes a comparison weaker than its numbers suggest."""
-    notes, runs = [], [run for group in groups.values() for run in group]
+    notes = []
     for name, group in groups.items():
         seeds = [(run.env_id, run.config.get("seed")) for run in group]
         if len(set(seeds)) < len(seeds):
             notes.append(f"{name}: some runs have the same seed; repeats of a run make its interval too narrow.")
-    by_algorithm = all(run.algo in name.split(", ") for name, group in groups.items() for run in group)
-    compared = list(groups.values()) if by_algorithm else [runs]
-    others = [name for some in compared for name in differing(some)]
-    others += [name for name in differing(runs) if name == "total_timesteps"]
-    hidden = [name for name in dict.fromkeys(others) if f"{name}=" not in next(iter(groups)) and name != "env_id"]
-    if hidden:
+    if hidden := hidden_differences(groups):
         notes.append(f"the runs also differ in {', '.join(hidden[:5])}; a difference may come from that.")
+    notes += measured_elsewhere(groups)
     if few := [name for name, group in groups.items() if len(group) < FEW_RUNS]:
         notes.append(
             f"fewer than {FEW_RUNS} runs of {', '.join(few)}: a bootstrap interval of so few is too narrow; "
             f"train {counted(FEW_RUNS, 'seed')} or more before you rely on it."
         )
     return notes
+
+
+def hidden_differences(groups: Groups) -> list[str]:
+    """Settings that differ and that no group's name tells; tables tell none but the number of steps."""
+    own = {name: group for name, group in groups.items() if not group[0].measured_on}
+    by_algorithm = all(run.algo in name.split(", ") for name, group in own.items() for run in group)
+    compared = list(own.values()) if by_algorithm else [[run for group in own.values() for run in group]]
+    others = [name for some in compared for name in differing(some)]
+    everything = differing([run for group in groups.values() for run in group])
+    others += [name for name in everything if name == "total_timesteps"]
+    return [name for name in dict.fromkeys(others) if f"{name}=" not in next(iter(own), "") and name != "env_id"]
+
+
+def measured_elsewhere(groups: Groups) -> list[str]:
+    """A sentence for each other version of an environment on which groups were measured."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, group in groups.items():
+        for pair in {(run.measured_on, run.env_id) for run in group if run.measured_on not in ("", run.env_id)}:
+            found.setdefault(pair, []).append(name)
+    return [f"measured on {there}, not {here}: {', '.join(names)}." for (there, here), names in found.items()]
 
 
 def metric_name(metric: str) -> str:
@@ -331,7 +369,12 @@ def metric_name(metric: str) -> str:
 def describe_estimate(found: Estimate) -> str:
     """`12.3 [10.1, 14.9]`, without the interval if there is none."""
     value, low, high = (float(part) for part in found)
-    return f"{value:.4g}" if math.isnan(low) else f"{value:.4g} [{low:.4g}, {high:.4g}]"
+    return format_score(value) + ("" if math.isnan(low) else f" [{format_score(low)}, {format_score(high)}]")
+
+
+def format_score(value: float) -> str:
+    """Four digits, or a large number without a fraction."""
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def describe_groups(result: Comparison, threshold: float | None = None) -> tuple[list[str], list[list[str]]]:
@@ -341,13 +384,13 @@ def describe_groups(result: Comparison, threshold: float | None = None) -> tuple
 
     def describe_speed(group: GroupScores) -> str:
         if threshold is None:
-            return "-" if group.area is None else f"{group.area:.4g}"
+            return "-" if group.area is None else format_score(group.area)
         if not group.to_threshold:
             return f"none of {group.runs}"
         return f"{np.median(group.to_threshold):,.0f} (median, {len(group.to_threshold)} of {group.runs})"
 
     rows = [
-        [g.name, str(g.runs), describe_estimate(g.iqm), f"{g.final:.4g}", f"{g.best:.4g}", describe_speed(g)]
+        [g.name, str(g.runs), describe_estimate(g.iqm), *map(format_score, (g.final, g.best)), describe_speed(g)]
         for g in result.groups
     ]
     return ["group", "runs", "IQM [95 % interval]", "mean", "best", last], rows

@@ -1,7 +1,8 @@
-"""Runs as plain data from their folders, and which of them can be compared."""
+"""Runs as plain data from their folders or from tables of curves, and which of them can be compared."""
 
 from __future__ import annotations
 
+import csv
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -13,14 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_training.config.train_config import read_yaml
-from rl_training.errors import UserError
+from rl_training.errors import UserError, did_you_mean
 from rl_training.record.metrics_file import is_number, read_metrics
 from rl_training.run.folder import find_run_folders, find_status, read_json
+from rl_training.safe_files import read_regular
 
 Array = NDArray[np.float64]
 EVALUATED, TRAINED = "eval_return_mean", "episode_return_mean"
 FEW_EVALUATIONS = 3  # with fewer, there is no curve
 MOST_NAMES = 5  # of runs in a sentence
+TABLE_COLUMNS = ("algo", "env", "seed", "step", "return")
 
 Groups = dict[str, list["RunRecord"]]
 
@@ -37,7 +40,7 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """The contents of a run's folder; nothing in it is executed."""
+    """The contents of a run's folder; nothing in it is executed. Or a run of a table, whose file is its `folder`."""
 
     folder: Path
     algo: str
@@ -45,6 +48,7 @@ class RunRecord:
     config: dict[str, Any]
     manifest: dict[str, Any]
     rows: list[dict[str, Any]]
+    measured_on: str = ""  # the environment that a table names; `env_id` may be another version of it
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -67,6 +71,8 @@ class RunRecord:
     @property
     def status(self) -> str:
         """`done`, `running`, `stopped` or `failed`."""
+        if self.measured_on:
+            return "done"
         return find_status(self.folder, is_complete=not self.unspent)
 
     def up_to(self, step: int) -> RunRecord:
@@ -90,16 +96,78 @@ def as_mapping(value: Any) -> dict[str, Any]:
     return {str(key): part for key, part in value.items()} if isinstance(value, dict) else {}
 
 
-def find_runs(given: Iterable[str]) -> list[RunRecord]:
-    """The runs in these folders; each is a run's folder or contains some at any depth."""
+def find_runs(given: Iterable[str], *, to_compare: bool = True) -> list[RunRecord]:
+    """The runs in these: a run's folder, one that contains some at any depth, or a table, FILE.csv or FILE.csv:ALGO.
+
+    To compare them, tables are taken on the environments of the runs (`match_environments`).
+    """
     folders: dict[Path, Path] = {}
+    tables: list[RunRecord] = []
     for text in given:
+        file, is_table, algos = f"{text}:".partition(".csv:")
+        if is_table:
+            tables += read_table(Path(f"{file}.csv"), [name for name in algos.rstrip(":").split(",") if name])
+            continue
         found = find_run_folders(Path(text), "metrics.jsonl")
         if not found:
             wanted = "give folders with a config.yaml and a metrics.jsonl"
             raise UserError(f"{text} is not a run folder and contains none; {wanted}.")
         folders |= {p.resolve(): p for p in found}
-    return [read_run(path) for path in folders.values()]
+    runs = [read_run(path) for path in folders.values()]
+    return [*runs, *(match_environments(tables, runs) if to_compare else tables)]
+
+
+def read_table(path: Path, algos: Sequence[str] = ()) -> list[RunRecord]:
+    """The runs of a CSV file with the columns algo, env, seed, step and return; of these algorithms, or of all.
+
+    Their algorithm is called by its name and the file's, because it may be another program's.
+    """
+    try:
+        rows = list(csv.DictReader(read_regular(path).decode("utf-8").splitlines()))
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read as a table of curves: {error}.") from None
+    if missing := [name for name in TABLE_COLUMNS if name not in (rows[0] if rows else ())]:
+        raise UserError(f"{path} has no column {missing[0]!r}; a table of curves has {', '.join(TABLE_COLUMNS)}.")
+    known = {row["algo"] for row in rows}
+    if unknown := [name for name in algos if name not in known]:
+        raise UserError(f"{path} has no algorithm {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
+    curves: dict[tuple[str | None, ...], list[dict[str, Any]]] = {}
+    for line, row in enumerate(rows, start=2):
+        if not algos or row["algo"] in algos:
+            key = row["algo"], row["env"], row["seed"], row.get("config_hash")
+            curves.setdefault(key, []).append(read_point(row, f"{path}, line {line}"))
+    runs = []
+    for (algo, env, seed, _), points in curves.items():
+        name, env = f"{algo} ({path.stem})", str(env)
+        last = max(point["step"] for point in points)
+        config = {"algo": name, "env_id": env, "seed": seed, "total_timesteps": last}
+        runs.append(RunRecord(path, name, env, config, {}, points, env))
+    return runs
+
+
+def read_point(row: dict[str, str], where: str) -> dict[str, Any]:
+    """A line of a table as a row of metrics; its return is compared with returns of evaluations and of training."""
+    try:
+        step, value = int(float(row["step"])), float(row["return"])
+    except (TypeError, ValueError, OverflowError):
+        step, value = 0, math.nan
+    if not is_number(value):
+        raise UserError(f"{where}: step is {row['step']!r} and return is {row['return']!r}; they must be numbers.")
+    return {"step": step, EVALUATED: value, TRAINED: value}
+
+
+def match_environments(tables: Sequence[RunRecord], runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs of tables on the environments of these runs, or of another version of one: Ant-v4 goes next to Ant-v5.
+
+    Without runs, on all environments; if tables have several versions, the first one counts.
+    """
+    wanted = {run.env_id.rpartition("-v")[0]: run.env_id for run in runs}
+    exact = {run.env_id for run in runs}
+    if not runs:
+        for table in tables:
+            wanted.setdefault(table.env_id.rpartition("-v")[0], table.env_id)
+    placed = [(table, wanted.get(table.env_id.rpartition("-v")[0], "")) for table in tables]
+    return [table if table.env_id in exact else replace(table, env_id=env) for table, env in placed if env]
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -146,7 +214,8 @@ def choose_measure(groups: Groups, *, trained: bool = False) -> tuple[Groups, st
     """
     runs = [run for group in groups.values() for run in group]
     has = {metric: [run for run in runs if len(run.curve(metric)[0])] for metric in (EVALUATED, TRAINED)}
-    metric = EVALUATED if has[EVALUATED] and not trained else TRAINED
+    own = [run for run in has[EVALUATED] if not run.measured_on] or all(run.measured_on for run in runs)
+    metric = EVALUATED if own and not trained else TRAINED
     if not has[metric]:
         raise UserError("no run has an evaluation or a finished training episode; train them for longer.")
     notes = []

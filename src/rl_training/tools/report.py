@@ -7,18 +7,17 @@ escapes everything from the files of runs, and `assets/card.md`.
 from __future__ import annotations
 
 import io
-import os
 import re
 import shlex
-import sys
 import warnings
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from html import escape
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -47,8 +46,8 @@ THEME = (
     "<style>svg{color:#1c1e21;background:#fff}"
     "@media(prefers-color-scheme:dark){svg{color:#e4e6e9;background:#15181c}}</style>"
 )
-MOST_STEPS, MOST_FRAMES, FRAME_WIDTH = 1_000, 120, 320  # of an episode
 MOST_EPISODES = 4
+MOST_ACROSS = 3  # charts next to each other
 VERSIONS = ("rl_training", "python", "torch", "gymnasium", "numpy", "platform")
 OWN_TO_A_RUN = ("algo", "env_id", "seed", "output_dir", "name")
 Episode = tuple[str, str]  # a sentence, and a GIF in base64 or nothing
@@ -66,31 +65,58 @@ def own_style(settings: Any = None) -> Iterator[None]:
         yield
 
 
+class Panel(NamedTuple):
+    """One chart of a figure."""
+
+    title: str
+    series: Sequence[Series]
+    y_label: str
+
+
 def draw_chart(
     series: Sequence[Series], title: str, x_label: str, y_label: str, *, kind: str, size: tuple[float, float] = WIDE
 ) -> bytes:
     """The chart as a file of that kind: svg, png or pdf. The same lines give the same SVG."""
+    return draw_panels([Panel(title, series, y_label)], x_label, kind=kind, size=size)
+
+
+def draw_panels(
+    panels: Sequence[Panel], x_label: str, *, kind: str, size: tuple[float, float] = WIDE, told: str = ""
+) -> bytes:
+    """Charts next to each other as one file, each of that size; a name has the same color everywhere.
+
+    `told` stands above the names: what lines and bands are.
+    """
     from matplotlib.figure import Figure
 
-    most = int(size[0] / LETTER) - 8  # letters of a name
-    names = [name if len(name) <= most else f"{name[: most - 1]}…" for name in (printable(s.name) for s in series)]
-    columns = max(1, int(size[0] / LETTER / (8 + max(map(len, names), default=0))))
+    across = min(MOST_ACROSS, len(panels))
+    down, width = -(-len(panels) // across), size[0] * across
+    known = list(dict.fromkeys(one.name for panel in panels for one in panel.series))
+    most = int(width / LETTER) - 8  # letters of a name
+    names = [name if len(name) <= most else f"{name[: most - 1]}…" for name in map(printable, known)]
+    columns = max(1, int(width / LETTER / (8 + max(map(len, names), default=0))))
     rows = -(-len(names) // columns) if len(names) > 1 else 0
-    with own_style({"svg.hashsalt": f"{title}, {y_label}, {size}"}), warnings.catch_warnings():
+    height = size[1] * down + ROW * (rows + bool(told))
+    with own_style({"svg.hashsalt": f"{panels[0]}, {size}"}), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters that matplotlib's font lacks; a browser has other fonts
-        figure = Figure(figsize=(size[0], size[1] + ROW * rows), layout="constrained")
-        axes = figure.subplots()
-        lines = []
-        for i, one in enumerate(series):
-            color, dash = COLORS[i % len(COLORS)], DASHES[(i + i // len(COLORS)) % len(DASHES)]
-            lines += axes.plot(one.x, one.y, color=color, linestyle=dash)
-            if one.low is not None and one.high is not None:
-                axes.fill_between(one.x, one.low, one.high, color=color, alpha=0.18, linewidth=0)
-        axes.set(title=printable(title), xlabel=x_label, ylabel=y_label)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(lambda value, _: format_number(value))
-        if rows:
-            figure.legend(lines, names, loc="outside lower left", ncols=columns)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        lines: dict[str, Any] = {}
+        for panel, axes in zip(panels, figure.subplots(down, across, squeeze=False).flat, strict=False):
+            for one in panel.series:
+                i = known.index(one.name)
+                color, dash = COLORS[i % len(COLORS)], DASHES[(i + i // len(COLORS)) % len(DASHES)]
+                (lines[one.name],) = axes.plot(one.x, one.y, color=color, linestyle=dash)
+                if one.low is not None and one.high is not None:
+                    axes.fill_between(one.x, one.low, one.high, color=color, alpha=0.18, linewidth=0)
+            axes.set(title=printable(panel.title), xlabel=x_label, ylabel=panel.y_label)
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_formatter(lambda value, _: format_number(value))
+        for axes in figure.axes[len(panels) :]:
+            axes.remove()
+        if rows or told:
+            shown = [lines[name] for name in known] if rows else []
+            place: Any = {"loc": "outside lower left", "alignment": "left", "title_fontsize": 9}
+            figure.legend(shown, names if rows else [], title=told or None, ncols=columns, **place)
         undated: Any = {"Date": None, "Creator": None} if kind == "svg" else None
         figure.savefig(file := io.BytesIO(), format=kind, dpi=150, transparent=kind == "svg", metadata=undated)
     return file.getvalue()
@@ -100,12 +126,21 @@ def draw_svg(
     series: Sequence[Series], title: str, x_label: str, y_label: str, *, size: tuple[float, float] = WIDE
 ) -> str:
     """The chart as an `<svg>` element in the colors of a light or dark page; its description gives each line's ends."""
-    text = draw_chart(series, title, x_label, y_label, kind="svg", size=size).decode()
-    told = "; ".join(f"{line.name} goes from {line.y[0]:.4g} to {line.y[-1]:.4g}" for line in series)
-    about = f"<title>{escape(title)}</title><desc>{escape(f'{y_label} over {x_label}: {told}.')}</desc>"
+    return panels_as_svg([Panel(title, series, y_label)], x_label, size=size)
+
+
+def panels_as_svg(panels: Sequence[Panel], x_label: str, *, size: tuple[float, float] = WIDE, told: str = "") -> str:
+    """Charts as an `<svg>` element, as `draw_svg` does for one."""
+    text = draw_panels(panels, x_label, kind="svg", size=size, told=told).decode()
+    about = []
+    for title, series, y_label in panels:
+        ends = "; ".join(f"{line.name} goes from {line.y[0]:.4g} to {line.y[-1]:.4g}" for line in series)
+        about.append(f"{y_label} over {x_label}: {ends}." if len(panels) == 1 else f"{title}: {y_label}: {ends}.")
+    title = panels[0].title if len(panels) == 1 else f"Learning curves on {len(panels)} environments"
+    described = f"<title>{escape(title)}</title><desc>{escape(' '.join([*about, told]).strip())}</desc>"
     head, _, body = text[text.index("<svg") :].partition(">")
     body = re.sub('<g id="[^"]*"', "<g", body)  # a page has several charts, whose groups have the same names
-    return f'{head} role="img">{about}{THEME}{body}'.replace(INK, "currentColor")
+    return f'{head} role="img">{described}{THEME}{body}'.replace(INK, "currentColor")
 
 
 def format_number(value: float) -> str:
@@ -192,17 +227,35 @@ def draw_twice(lines: Sequence[Series], *labels: str) -> list[str]:
 
 
 def plot_curves(groups: Groups, kind: str, *, shared_steps: bool = False) -> tuple[bytes, list[str]]:
-    """The learning curves of runs on one environment as an svg, png or pdf file, and notes on what is drawn."""
-    selected, notes = select_runs(groups, shared_steps=shared_steps)
-    envs = list(dict.fromkeys(run.env_id for group in selected.values() for run in group))
-    if len(envs) > 1:
-        raise UserError(f"the runs are on {' and '.join(envs[:3])}; plot runs on one environment.")
-    metric, lines, more = compare.learning_curves(selected)
-    if not lines:
+    """The learning curves of runs as an svg, png or pdf file, a chart per environment, and notes on what is drawn."""
+    panels, told, counts = list[Panel](), list[str](), set[int]()
+    for task in compare.by_task(groups):
+        env = next(iter(task.values()))[0].env_id
+        selected, notes = select_runs(task, shared_steps=shared_steps)
+        metric, lines, more = compare.learning_curves(selected)
+        elsewhere = compare.measured_elsewhere(selected)
+        if lines:
+            counts |= {len(selected[line.name]) for line in lines}
+            panels.append(Panel(f"Learning curves on {env}", lines, compare.metric_name(metric)))
+        else:
+            more = ["too few evaluations and finished training episodes to draw a curve."]
+        told += [f"{env}: {note}" if lines == [] else note for note in (*notes, *more, *elsewhere)]
+    if not panels:
         raise UserError("the runs have too few evaluations and finished training episodes to draw a curve.")
-    labels = f"Learning curves on {envs[0]}", "steps", compare.metric_name(metric)
-    drawn = draw_svg(lines, *labels).encode() if kind == "svg" else draw_chart(lines, *labels, kind=kind)
-    return drawn, [*notes, *more]
+    if len(panels) > 1:
+        panels = [panel._replace(title=panel.title.removeprefix("Learning curves on ")) for panel in panels]
+    size, what = WIDE if len(panels) == 1 else NARROW, describe_lines(counts)
+    draw = panels_as_svg if kind == "svg" else partial(draw_panels, kind=kind)
+    drawn: Any = draw(panels, "steps", size=size, told=what)
+    return drawn if isinstance(drawn, bytes) else drawn.encode(), list(dict.fromkeys(told))
+
+
+def describe_lines(counts: set[int]) -> str:
+    """What lines and bands are, for groups with these numbers of runs."""
+    if counts == {1}:
+        return "Line: one run."
+    runs = " to ".join(str(n) for n in dict.fromkeys((min(counts), max(counts))))
+    return f"Line: interquartile mean of {runs} runs. Band: {compare.LEVEL:.0%} bootstrap interval."
 
 
 def last_row(run: RunRecord, metric: str) -> dict[str, Any]:
@@ -313,23 +366,7 @@ def show_episodes(groups: Groups, env: Any = None) -> list[Episode]:
     pairs: dict[str, list[RunRecord]] = {}
     for name, run in ((name, run) for name, group in groups.items() for run in group):
         pairs.setdefault(f"{name} on {run.env_id}", []).append(run)
-    with without_screen():
-        return [show_episode(name, runs, env) for name, runs in islice(pairs.items(), MOST_EPISODES)]
-
-
-@contextmanager
-def without_screen() -> Iterator[None]:
-    """Make renderers draw into memory, unless the user's environment variables say otherwise."""
-    wanted = {"SDL_VIDEODRIVER": "dummy"}
-    if sys.platform == "linux" and "DISPLAY" not in os.environ:
-        wanted["MUJOCO_GL"] = "egl"
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
+    return [show_episode(name, runs, env) for name, runs in islice(pairs.items(), MOST_EPISODES)]
 
 
 def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> Episode:
@@ -339,51 +376,11 @@ def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> Episo
     checkpoint = next((path for path in found if path.is_file()), None)
     if checkpoint is None:
         return f"{name}: no episode, because {run.folder} has no checkpoint.", ""
+    from rl_training.run.film import film_checkpoint  # torch
+
     try:
-        picture, played = record_episode(checkpoint, env)
+        film = film_checkpoint(checkpoint, env)
     except Exception as error:  # whatever an environment or its renderer raises, the report is written
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         return f"{name}: no episode, because {kind}{first_line(error)}.", ""
-    return f"{name}: {played}, by {checkpoint.name} of {run.folder.name}", b64encode(picture).decode()
-
-
-def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, str]:
-    """The first evaluation episode of a checkpoint's policy as a GIF, and a few words about it."""
-    from PIL import Image
-
-    from rl_training.envs.factory import make_env, read_recipe
-    from rl_training.envs.probe import probe_spaces
-    from rl_training.envs.stepper import episode_seed
-    from rl_training.play import closed_after, play
-    from rl_training.run.evaluation import EVALUATION_STREAM
-    from rl_training.run.learner import ActingSession, check_same_spaces, load_algorithm, read_checkpoint
-
-    names = env if isinstance(env, tuple) else None
-    algorithm, spaces, config = load_algorithm(checkpoint, read_checkpoint(checkpoint), names)
-    recipe = read_recipe(config.env_id, config.env_kwargs, env)
-    check_same_spaces(spaces, probe_spaces(recipe))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of an environment that cannot render: the report says so
-        played = make_env(recipe, evaluation=True, render_mode="rgb_array")
-    frames: list[Any] = []
-    rewards, stride, ended = list[float](), 1, False
-    with closed_after([played], spaces.env_id):
-        act = ActingSession(algorithm, 1, config.seed).in_environments(spaces)
-        seed = episode_seed(config.seed, EVALUATION_STREAM, 0)
-        for step in islice(play([played], act, lambda _: seed, spaces.env_id, 1), MOST_STEPS):
-            if len(rewards) % stride == 0:
-                pixels = np.asarray(played.render())
-                if pixels.ndim != 3:
-                    raise UserError(f"{config.env_id} does not render to rgb_array.")
-                picture = Image.fromarray(pixels.astype(np.uint8))
-                picture.thumbnail((FRAME_WIDTH, FRAME_WIDTH))
-                frames.append(picture.quantize(64))
-            if len(frames) > MOST_FRAMES:
-                frames, stride = frames[::2], 2 * stride
-            rewards.append(step.reward)
-            ended = step.terminated or step.truncated
-    buffer, rate = io.BytesIO(), played.metadata.get("render_fps") or 30
-    pause = max(20, round(1000 * stride / rate))
-    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:], duration=pause, loop=0)
-    length = ("" if ended else "the first ") + counted(len(rewards), "step")
-    return buffer.getvalue(), f"{length}, return {sum(rewards):.4g}"
+    return f"{name}: {film.told}, by {checkpoint.name} of {run.folder.name}", b64encode(film.gif).decode()
