@@ -28,23 +28,15 @@ from rich.terminal_theme import SVG_EXPORT_THEME as THEME
 COLUMNS, ROWS = 100, 28
 CELL, LINE, SIZE = 8.4, 19, 14  # pixels
 SHORTEST, LONGEST, READ = 0.2, 0.5, 2.5  # seconds of a frame, and of one that shows what a command printed
-SCRIPT = """from rl_training import PPO
-
-ppo = PPO("CartPole-v1", num_envs=8, learning_rate=1e-3)
-ppo.learn(60_000)
-print(ppo.evaluate(20)["eval_return_mean"])
-"""
-COMMANDS = (
-    "cat first.py",
-    "python first.py",
+LENGTH = 20.0  # seconds of the film at most
+PREPARED = (  # run before, and not shown: the film begins with what comes out
     "rl-training train ppo/cartpole --total-timesteps 40000 --name first",
-    "rl-training eval --checkpoint runs/first --num-episodes 20",
     "rl-training train a2c/cartpole --total-timesteps 40000 --seeds 1,2 --jobs 2",
-    "rl-training runs",
+)
+COMMANDS = (
+    "rl-training eval --checkpoint runs/first --num-episodes 20",
     "rl-training compare runs",
-    "rl-training report runs --output report.html",
-    "rl-training tune ppo/cartpole --trials 6 --jobs 2 --total-timesteps 5000 --final-seeds 4 --study runs/tune",
-    "rl-training export --checkpoint runs/first --format onnx",
+    "rl-training train ppo/cartpole --total-timesteps 40000 --name second",
     "rl-training predict --checkpoint runs/first --obs '[0.0, 0.0, 0.05, 0.0]'",
 )
 PART = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+")
@@ -167,6 +159,12 @@ def record(folder: Path, commands: Sequence[str]) -> list[tuple[float, tuple[str
     return merged
 
 
+def squeeze(frames: list[tuple[float, tuple[str, ...]]]) -> list[tuple[float, tuple[str, ...]]]:
+    """The frames in at most LENGTH seconds."""
+    factor = min(1.0, LENGTH / sum(seconds for seconds, _ in frames))
+    return [(seconds * factor, frame) for seconds, frame in frames]
+
+
 def draw(frames: list[tuple[float, tuple[str, ...]]]) -> str:
     """One SVG file: every different row once, a group of rows per frame, and the film moved from group to group."""
     width, height = COLUMNS * CELL + 24, ROWS * LINE + 24
@@ -202,8 +200,9 @@ def main() -> None:
         output.write_text(draw(record(Path.cwd(), [given.still])[-1:]), encoding="utf-8")
         return
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "first.py").write_text(SCRIPT)
-        frames = record(Path(folder), COMMANDS)
+        for words in PREPARED:
+            list(play(words, Path(folder)))
+        frames = squeeze(record(Path(folder), COMMANDS))
     output.write_text(draw(frames), encoding="utf-8")
     print(f"{output}: {len(frames)} frames, {sum(s for s, _ in frames):.0f} s, {output.stat().st_size / 1000:.0f} kB")
 

@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rl_training import __version__
 from rl_training.config.train_config import TrainConfig
 from rl_training.run.workflows import predict_checkpoint, train
@@ -26,9 +28,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "c51_dqn": {"env_id": "CartPole-v1", "algo_kwargs": {**REPLAY, "v_min": 0.0, "v_max": 100.0}},
     "sac": {"env_id": "Pendulum-v1", "algo_kwargs": REPLAY},
     "td3": {"env_id": "Pendulum-v1", "algo_kwargs": REPLAY},
+    "d4pg": {"env_id": "Pendulum-v1", "algo_kwargs": {**REPLAY, "v_min": -100.0, "v_max": 0.0}},
+    "naf": {"env_id": "Pendulum-v1", "algo_kwargs": REPLAY},
+    "tqc": {"env_id": "Pendulum-v1", "algo_kwargs": {**REPLAY, "critic_hidden_sizes": [8]}},
+    "discrete_sac": {"env_id": "CartPole-v1", "algo_kwargs": REPLAY},
 }
-OBSERVATIONS = {"CartPole-v1": [0.1, -0.2, 0.05, 0.3], "Pendulum-v1": [0.6, 0.8, -1.0]}
-STEPS = 64
+SIZES = {"CartPole-v1": 4, "Pendulum-v1": 3}  # of an observation
+ROWS, STEPS = 20, 64
 
 
 def config_of(algo: str, folder: Path) -> TrainConfig:
@@ -41,15 +47,15 @@ def store(target: Path) -> None:
     """Train, copy the last checkpoints and write down what they choose."""
     target.mkdir(parents=True)
     expected = {}
+    draw = np.random.default_rng(0).normal
     with tempfile.TemporaryDirectory() as folder:
         for algo in RUNS:
             result = train(config_of(algo, Path(folder)), console=False)
             path = target / f"{algo}.ckpt"
             shutil.copyfile(result.checkpoint_path, path)
-            obs = OBSERVATIONS[RUNS[algo]["env_id"]]
-            chosen = predict_checkpoint(path, obs)
-            expected[algo] = {"obs": obs, "action": chosen if isinstance(chosen, int) else [float(x) for x in chosen]}
-    (target / "expected.json").write_text(json.dumps(expected, indent=1) + "\n", encoding="utf-8")
+            obs = draw(size=(ROWS, SIZES[RUNS[algo]["env_id"]])).round(2).tolist()
+            expected[algo] = {"obs": obs, "actions": predict_checkpoint(path, obs).tolist()}
+    (target / "expected.json").write_text(json.dumps(expected) + "\n", encoding="utf-8")
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 FUNCTIONS = {"register": "rl_training.api", "load_runs": "rl_training.tools.frames"}
 
 

@@ -26,6 +26,7 @@ from rl_training.cli.main import app
 from rl_training.cli.report import format_age, summarize_runs
 from rl_training.cli.screen import print_seeds
 from rl_training.errors import UserError
+from rl_training.record.json_lines import json_line
 from rl_training.run.folder import locked
 from rl_training.run.workflows import resume_training, train
 from rl_training.tools import processes
@@ -243,14 +244,14 @@ def test_a_signal_stops_every_run_and_starts_no_other() -> None:
     assert process.returncode == 130
     assert out.count("stopped at step") == 2
     rows = summarize_runs(Path("runs"))[0]
-    assert {(row[1].plain, int(row[4].split()[0].replace(",", "")) > 0) for row in rows} == {("stopped", True)}
+    assert {(row["state"], row["step"] > 0) for row in rows} == {("stopped", True)}
 
 
 # ---- what became of runs ---------------------------------------------------------------------------------------------
 
 
 def states() -> dict[str, str]:
-    return {row[0]: row[1].plain for row in summarize_runs(Path("runs"))[0]}
+    return {row["run"]: row["state"] for row in summarize_runs(Path("runs"))[0]}
 
 
 def test_runs_are_listed_with_what_became_of_them() -> None:
@@ -265,15 +266,53 @@ def test_runs_are_listed_with_what_became_of_them() -> None:
     row = next(line.split() for line in result.stdout.splitlines() if "good" in line)
     best = done.metrics["eval_return_mean"]
     assert {"good", "done", "a2c", "CartPole-v1", "128"} <= set(row)
-    ((last, highest),) = ((row[5], row[6]) for row in summarize_runs(folder)[0] if row[0] == "good")
-    assert last == f"{best:.1f}"
-    assert float(highest) >= float(last)
+    assert {f"{best:.1f}"} <= set(row)
+    (good,) = (one for one in json.loads(invoke("runs", "--json").stdout) if one["run"] == "good")
+    assert good["last_return"] == best <= good["best_return"]
+    assert (good["state"], good["step"], good["total_timesteps"], good["seed"]) == ("done", 128, 128, 3)
     with locked(stopped.run_dir):
         assert states()["half"] == "running"
     resume_training(stopped.checkpoint_path, console=False)
     assert states()["half"] == "done"
     (done.run_dir / "end.json").unlink()  # of a run before there was one
     assert states()["good"] == "done"
+
+
+def test_a_damaged_run_is_a_problem_in_json() -> None:
+    train(tiny("a2c", Path("runs"), name="good"), console=False)
+    shutil.copytree("runs/good", "runs/bad")
+    Path("runs/bad/config.yaml").write_text("algo: 3")
+    good, bad = json.loads(invoke("runs", "--json").stdout)
+    assert (good["run"], good["state"]) == ("good", "done")
+    assert bad["problem"].startswith("bad cannot be read: ")
+    assert invoke("runs", "nowhere", "--json").stdout == "[]\n"  # a program asks again
+
+
+def test_everything_that_a_run_says_is_a_line_of_json_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_TRAINING_LOG", "json")
+    monkeypatch.setattr("rl_training.record.logger._PLAIN_SECONDS", 0.0)
+    done = invoke("train", *TINY, "--set", "learning_rate=0.001", "--set", "clip_value_loss=false")
+    assert done.exit_code == 0, done.output
+    said = [json.loads(line) for line in done.stderr.splitlines()]
+    assert {"message", "progress"} <= {line["event"] for line in said}
+    progress = [line for line in said if line["event"] == "progress"]
+    assert progress[-1]["total"] == 256
+    assert {"time", "step", "steps_per_second", "seconds_left", "return_mean", "loss"} <= progress[-1].keys()
+    (finished,) = map(json.loads, done.stdout.splitlines())
+    assert finished["event"] == "finished"
+    assert finished["metrics"]["stop_reason"] == "total_timesteps"
+    assert Path(finished["checkpoint"]).is_file()
+    several = invoke("train", *TINY, "--seeds", "1,2")
+    assert [json.loads(line)["seed"] for line in several.stdout.splitlines()] == [1, 2]
+    wrong = invoke("train", "ppo/cartpol")
+    (error,) = map(json.loads, wrong.stderr.splitlines())
+    assert (error["event"], error["exit_code"]) == ("error", 2)
+    assert "did you mean 'ppo/cartpole'?" in error["message"]
+
+
+def test_a_number_that_json_lacks_is_null() -> None:
+    line = json.loads(json_line("x", a=float("nan"), b=[float("inf"), 1], c={"d": Path("e")}, f=None, g=True))
+    assert {k: line[k] for k in "abcfg"} == {"a": None, "b": [None, 1], "c": {"d": "e"}, "f": None, "g": True}
 
 
 def test_a_killed_run_is_not_running() -> None:

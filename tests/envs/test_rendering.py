@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 
 from rl_training.envs import rendering
-from rl_training.envs.rendering import drawing_explained, drawn_by, without_screen
+from rl_training.envs.rendering import drawing_explained, drawn_by, follow_robot, without_screen
 from rl_training.errors import EnvironmentFailure, UserError
 
 VARIABLES = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER", "MUJOCO_GL")
@@ -81,6 +82,14 @@ def test_other_failures_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ImportError), drawing_explained():
         raise ImportError("EGL")
+
+
+def test_the_camera_follows_a_robot_unless_the_user_chose_one() -> None:
+    robot, other = (gym.registry[name] for name in ("Hopper-v5", "CartPole-v1"))
+    assert follow_robot(robot, {"width": 64}) == {"width": 64, "camera_name": "track"}
+    for chosen in ({"camera_id": 0}, {"camera_name": "top"}, {"default_camera_config": {}}):
+        assert follow_robot(robot, chosen) == chosen
+    assert follow_robot(other, {}) == follow_robot(None, {}) == {}
 
 
 def test_mujoco_prints_each_warning_once_and_none_about_gymnasiums_robots(tmp_path: Path) -> None:

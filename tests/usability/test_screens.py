@@ -21,6 +21,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import gymnasium as gym
+import pandas
 import pytest
 from typer.testing import CliRunner
 
@@ -91,6 +92,7 @@ def workplace(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(report, "format_age", lambda changed: "2 d")
     monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setitem(sys.modules, "pandas", pandas)  # a case hides it
     for name in ("my_envs", "broken_envs", "my_loss"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name, spec in list(gym.registry.items()):  # near names are of Gymnasium's own, whatever other tests registered

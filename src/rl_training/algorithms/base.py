@@ -18,6 +18,7 @@ from rl_training.errors import UserError
 from rl_training.speed.capture import capture_step
 from rl_training.speed.optimizer import Optimizer
 from rl_training.speed.passes import NumpyPolicy
+from rl_training.speed.recurrent_passes import NumpyMemory
 
 Batch = Mapping[str, Tensor]
 Carry = Any
@@ -264,9 +265,18 @@ class Algorithm(nn.Module):
         make = getattr(self.acting(), "numpy_policy", None)
         return None if make is None else make()
 
+    def numpy_memory(self) -> NumpyMemory | None:
+        """One step of the memory without torch, whose outputs the numpy policy reads; None without a memory."""
+        make = getattr(self.acting(), "numpy_memory", None)
+        return None if make is None else make()
+
     def initial_carry(self, n: int) -> Carry:
         """Initial recurrent state of `n` environments; None for a policy without memory."""
         return None
+
+    def exploring_carry(self, n: int) -> Carry:
+        """What acting in `n` environments remembers while it explores: the recurrent state, unless there is more."""
+        return self.initial_carry(n)
 
     # what is shared --------------------------------------------------------------------------------------------
 
@@ -304,7 +314,9 @@ class Algorithm(nn.Module):
         """The declared settings and numbers that have a default, by name: arguments of the constructor."""
         return {name: value for name, value in declared(cls) if value.default is not NO_DEFAULT}
 
-    def make_optimizer(self, name: str, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
+    def make_optimizer(
+        self, name: str, parameters: nn.Module | Iterable[nn.Parameter], **options: Any
+    ) -> Optimizer:
         """Make an optimizer that is part of `state_dict`, under `name`, which error messages use too.
 
         Its learning rate is that of its name (`critic_learning_rate` for "critic_optimizer") if the learner has one

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rl_training.cli.screen import is_first_rank
-from rl_training.errors import UserError, printable
+from rl_training.cli.screen import is_first_rank, tell
+from rl_training.errors import UserError
 
 if TYPE_CHECKING:
     from rl_training.config.train_config import TrainConfig
@@ -197,7 +197,7 @@ def drop_replaced_schedules(data: dict[str, Any], settings: Iterable[str]) -> di
         parts = schedule if isinstance(schedule, Mapping) else {}
         shape = f"{parts.get('type', 'linear')}, {parts.get('start')} to {parts.get('end', parts.get('start'))}"
         if is_first_rank():
-            typer.echo(printable(f"--set {name}={kwargs[name]} replaces {key} ({shape})"), err=True)
+            tell(f"--set {name}={kwargs[name]} replaces {key} ({shape})")
     return {**data, "algo_kwargs": kwargs}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import time
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from rich.text import Text as Styled
 from rl_training.cli.options import ImportOption, OwnEnvOption, Text, Texts, name_environment, option
 from rl_training.cli.screen import PIPE_WIDTH, make_console, print_table, quote
 from rl_training.errors import UserError, did_you_mean, printable
+from rl_training.record.json_lines import plain
 from rl_training.safe_files import output_written, replacing
 
 if TYPE_CHECKING:
@@ -38,9 +40,15 @@ SHOWN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the shared steps, and of the ra
 
 def list_runs(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of runs.")] = "runs",
+    as_json: Annotated[bool, option("Print a JSON list for programs.", "--json")] = False,
 ) -> None:
     """List runs: state, algorithm, environment, steps, last and best return, age of the newest row."""
-    rows, damaged = summarize_runs(Path(folder))
+    found, damaged = summarize_runs(Path(folder))
+    if as_json:
+        problems = [{"problem": printable(text)} for text in damaged]
+        typer.echo(json.dumps([*map(plain, found), *problems], indent=1))
+        return
+    rows = [format_run(one) for one in found]
     if not rows and not damaged:
         raise UserError(f"{folder} contains no runs; give another folder, or train: rl-training train ppo/cartpole.")
     console = make_console()
@@ -49,34 +57,45 @@ def list_runs(
     print_notes(console, damaged)
 
 
-def summarize_runs(folder: Path) -> tuple[list[list[Any]], list[str]]:
-    """The row of each run in a folder, the newest first, and a sentence about each run that cannot be read."""
+def summarize_runs(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The facts of each run in a folder, the newest first, and a sentence about each run that cannot be read."""
     from rl_training.run.folder import find_run_folders
 
-    found, damaged = list[tuple[float, list[Any]]](), []
+    found, damaged = list[dict[str, Any]](), []
     for run in find_run_folders(folder, "manifest.json"):
         name, metrics = run.name if run == folder else str(run.relative_to(folder)), run / "metrics.jsonl"
         try:
             changed = (metrics if metrics.is_file() else run).stat().st_mtime
-            found.append((changed, [name, *summarize_run(run), format_age(changed)]))
+            found.append({"run": name, "folder": str(run), **summarize_run(run), "changed": changed})
         except (UserError, OSError) as error:
             damaged.append(f"{name} cannot be read: {error}")
-    return [row for _, row in sorted(found, key=lambda pair: -pair[0])], damaged
+    return sorted(found, key=lambda one: -one["changed"]), damaged
 
 
-def summarize_run(folder: Path) -> list[Any]:
+def summarize_run(folder: Path) -> dict[str, Any]:
     """State, algorithm, environment, steps, last and best return; a UserError names a value that no run would have."""
     from rl_training.tools.records import EVALUATED, TRAINED, check_number, read_run
 
     run = read_run(folder)
     newest = run.rows[-1] if run.rows else {"step": 0}
     steps, budget = int(check_number(newest, "step")), check_number(run.config, "total_timesteps", "config.yaml")
-    share = "" if steps >= budget else f" ({steps / budget:.0%})"
     returns = [check_number(row, EVALUATED) for row in run.rows if EVALUATED in row]
     trained = check_number(newest, TRAINED) if TRAINED in newest else None
-    last, best = returns[-1] if returns else trained, max(filter(math.isfinite, returns), default=None)
-    shown = ["-" if value is None else f"{value:.1f}" for value in (last, best)]
-    return [Styled(run.status, COLORS[run.status]), run.algo, run.env_id, f"{steps:,}{share}", *shown]
+    return {
+        "state": run.status, "algorithm": run.algo, "environment": run.env_id, "seed": run.config.get("seed"),
+        "step": steps, "total_timesteps": budget, "last_return": returns[-1] if returns else trained,
+        "best_return": max(filter(math.isfinite, returns), default=None),
+    }  # fmt: skip
+
+
+def format_run(facts: dict[str, Any]) -> list[Any]:
+    """The row of a run in the table."""
+    steps, budget = facts["step"], facts["total_timesteps"]
+    share = "" if steps >= budget else f" ({steps / budget:.0%})"
+    shown = ["-" if facts[name] is None else f"{facts[name]:.1f}" for name in ("last_return", "best_return")]
+    state = Styled(facts["state"], COLORS[facts["state"]])
+    about = [facts["run"], state, facts["algorithm"], facts["environment"], f"{steps:,}{share}"]
+    return [*about, *shown, format_age(facts["changed"])]
 
 
 def format_age(changed: float) -> str:

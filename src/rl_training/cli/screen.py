@@ -29,6 +29,7 @@ from rich.text import Text
 
 from rl_training import errors
 from rl_training.errors import counted, printable
+from rl_training.record.json_lines import json_line, wants_json
 
 if TYPE_CHECKING:
     from rl_training.run.workflows import TrainResult
@@ -80,6 +81,9 @@ def _report(error: Exception, debug: bool) -> int:
     code, sentence = describe(error)
     if code == WRONG_INPUT and not is_first_rank():  # rank 0 prints it
         return code
+    if wants_json():
+        typer.echo(json_line("error", message=sentence, exit_code=code), err=True)
+        return code
     typer.echo(f"{typer.style('error:', fg='red', bold=True)} {sentence}", err=True)
     if code == FAILED and not debug:
         typer.echo("run with --debug for the traceback", err=True)
@@ -97,10 +101,17 @@ def is_first_rank() -> bool:
     return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
+def tell(text: str) -> None:
+    """A sentence on stderr."""
+    text = printable(text)
+    typer.echo(json_line("message", message=text) if wants_json() else text, err=True)
+
+
 def describe_warning(message: object) -> str:
     """A Python warning as a line; without the colors and the `WARN: ` of Gymnasium's."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(message))
-    return f"warning: {errors.printable(plain).removeprefix('WARN: ')}"
+    text = errors.printable(plain).removeprefix("WARN: ")
+    return json_line("warning", message=text) if wants_json() else f"warning: {text}"
 
 
 def describe(error: Exception) -> tuple[int, str]:
@@ -227,6 +238,9 @@ def print_run(
     console: Console, result: TrainResult, title: str, names: str = "", *, trained: int | None = None
 ) -> None:
     """The summary of one run and the commands to run next; `names` is from `repeat_names`."""
+    if wants_json():
+        typer.echo(json_line("finished", run=result.run_dir, checkpoint=result.checkpoint_path, metrics=result.metrics))
+        return
     from rl_training.record.logger import format_duration  # here because it imports numpy
 
     metrics, best = result.metrics, result.checkpoint_path.with_name("best.ckpt")
@@ -312,6 +326,10 @@ def format_return(metrics: Mapping[str, Any], *, evaluated: bool) -> str:
 
 def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -> None:
     """One row per seed, then the mean over the seeds whose runs are finished, with its interval."""
+    if wants_json():
+        for seed, result in runs:
+            typer.echo(json_line("finished", seed=seed, run=result.run_dir, metrics=result.metrics))
+        return
     from rl_training.run.folder import COMPLETE
 
     finished = [result.metrics for _, result in runs if result.metrics["stop_reason"] in COMPLETE]

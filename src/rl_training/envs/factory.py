@@ -19,7 +19,7 @@ import gymnasium as gym
 from pydantic import Field
 
 from rl_training.envs.pool import PoolEnvironment, is_pool
-from rl_training.envs.rendering import drawing_explained, hear_mujoco
+from rl_training.envs.rendering import drawing_explained, follow_robot, hear_mujoco
 from rl_training.envs.wrappers import Env, WrapperOptions, layers, wrap
 from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
 from rl_training.validation import StrictModel, validate
@@ -271,9 +271,11 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
     """Make one environment without the wrappers of the config, except for its time limit."""
     if recipe.made:
         return cast(Env, recipe.made[0])  # there is but one simulator
-    kwargs = dict(recipe.kwargs) | ({"render_mode": render_mode} if render_mode else {})
+    kwargs, known = dict(recipe.kwargs), gym.registry.get(recipe.env_id)
+    if render_mode:
+        kwargs = follow_robot(known, kwargs) | {"render_mode": render_mode}
+    hear_mujoco(known)
     maker = recipe.maker
-    hear_mujoco(gym.registry.get(recipe.env_id))
     if maker is None and ":" in recipe.env_id and not recipe.may_import and not is_pool(recipe.env_id):
         check_module("env_id", recipe.env_id, "env")
     try:

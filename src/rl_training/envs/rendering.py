@@ -64,6 +64,17 @@ def drawing_explained() -> Iterator[None]:
         raise UserError(f"{told}; set MUJOCO_GL={other}, or install a library ({install}).") from error
 
 
+def follow_robot(spec: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an environment that is drawn; of Gymnasium's robots, with the camera that follows them.
+
+    Since 1.4, Gymnasium's default is a camera that stands still, and the robot walks out of the picture.
+    """
+    is_robot = str(getattr(spec, "entry_point", "")).startswith("gymnasium.envs.mujoco")
+    if not is_robot or {"camera_name", "camera_id", "default_camera_config"} & kwargs.keys():
+        return kwargs
+    return {**kwargs, "camera_name": "track"}  # where there is no such camera, the default one is used
+
+
 def hear_mujoco(spec: Any = "mujoco") -> None:
     """Print each of MuJoCo's warnings once in a process, instead of every time and into a file MUJOCO_LOG.TXT.
 

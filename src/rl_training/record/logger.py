@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from rl_training.errors import first_line, printable
+from rl_training.record.json_lines import json_line, wants_json
 from rl_training.record.metrics_file import Appender, format_row, tagged_numbers, trim_rows
 from rl_training.safe_files import refuse_link
 
@@ -52,7 +53,8 @@ class RunLogger:
         self._clock, self._start = clock, clock() - elapsed
         self._stream = (stream or sys.stderr) if console else None
         dumb = os.environ.get("TERM") in ("dumb", "unknown")  # such a terminal cannot move its cursor
-        self._live = self._stream is not None and self._stream.isatty() and not dumb
+        self._json = wants_json()
+        self._live = self._stream is not None and self._stream.isatty() and not dumb and not self._json
         self._line: Progress | None = None
         self._doing = ""
         self._total, self._due = total_steps, -math.inf if self._stream else math.inf
@@ -110,6 +112,11 @@ class RunLogger:
         if now < self._due or self._stream is None:
             return
         self._due, self._doing = now + (_LIVE_SECONDS if self._live else _PLAIN_SECONDS), doing
+        if self._json:
+            facts: dict[str, Any] = {"step": step, "total": self._total, "steps_per_second": steps_per_second}
+            facts |= {"seconds_left": seconds_left, "return_mean": return_mean, "doing": doing or None}
+            self._print(json_line("progress", **facts, **(losses or {})))
+            return
         share = min(1.0, step / self._total) if self._total > 0 else 1.0
         parts = [f"{math.floor(100 * share):3d}%", f"{step:,}/{self._total:,}", *([doing] if doing else [])]
         parts += [f"{steps_per_second:,.0f} steps/s", f"eta {format_duration(seconds_left)}"]
@@ -121,6 +128,9 @@ class RunLogger:
         """Print a separate line above the live line; without a terminal, `warning: ...` becomes a Python warning."""
         if self._stream is None and text.startswith(_WARNING):
             warnings.warn(text.removeprefix(_WARNING), stacklevel=3)
+        if self._json:
+            kind = "warning" if text.startswith(_WARNING) else "message"
+            text = json_line(kind, message=printable(text.removeprefix(_WARNING)))
         self._print(text)
 
     def close(self) -> None:

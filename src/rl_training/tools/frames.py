@@ -25,7 +25,7 @@ def load_runs(paths: str | PathLike[str] | Iterable[str | PathLike[str]]) -> Any
     except ImportError:
         raise UserError("load_runs needs pandas; run pip install 'rl-training[pandas]'.") from None
     given = [paths] if isinstance(paths, str | PathLike) else list(paths)
-    runs = find_runs(map(str, given))
+    runs = find_runs(map(str, given), to_compare=False)
     names = [name for name in differing([run for run in runs if not run.measured_on]) if name not in ("algo", "env_id")]
     rows = [row for run in runs for row in rows_of(run, names)]
     columns = dict.fromkeys([*FIRST, *(name for row in rows for name in row)])

@@ -96,8 +96,11 @@ def as_mapping(value: Any) -> dict[str, Any]:
     return {str(key): part for key, part in value.items()} if isinstance(value, dict) else {}
 
 
-def find_runs(given: Iterable[str]) -> list[RunRecord]:
-    """The runs in these: a run's folder, one that contains some at any depth, or a table, FILE.csv or FILE.csv:ALGO."""
+def find_runs(given: Iterable[str], *, to_compare: bool = True) -> list[RunRecord]:
+    """The runs in these: a run's folder, one that contains some at any depth, or a table, FILE.csv or FILE.csv:ALGO.
+
+    To compare them, tables are taken on the environments of the runs (`match_environments`).
+    """
     folders: dict[Path, Path] = {}
     tables: list[RunRecord] = []
     for text in given:
@@ -111,7 +114,7 @@ def find_runs(given: Iterable[str]) -> list[RunRecord]:
             raise UserError(f"{text} is not a run folder and contains none; {wanted}.")
         folders |= {p.resolve(): p for p in found}
     runs = [read_run(path) for path in folders.values()]
-    return [*runs, *match_environments(tables, runs)]
+    return [*runs, *(match_environments(tables, runs) if to_compare else tables)]
 
 
 def read_table(path: Path, algos: Sequence[str] = ()) -> list[RunRecord]:
