@@ -396,7 +396,7 @@ def test_the_readme_counts_the_presets_that_have_results() -> None:
 def test_the_readme_has_one_screen_before_install_and_six_rows_each_with_a_caveat() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.partition("## Install")[0].splitlines()) <= 25
-    table = [line for line in text.partition("| Measured here |")[2].partition("\n\n")[0].splitlines()[2:]]
+    table = text.partition("| Measured here |")[2].partition("\n\n")[0].splitlines()[2:]
     assert len(table) == 6
     assert all(". " in line.split("|")[3] for line in table)  # the numbers, then what to know
     assert "steps/s" not in text.replace(next(line for line in table if "PPO on CartPole" in line), "").replace(

@@ -31,8 +31,9 @@ def test_a_page_prints_the_file_as_it_is(file: str, page: str) -> None:
 
 
 def test_the_ray_cluster_of_the_page_is_the_file_and_fits_rays_schema() -> None:
-    lines = [line for line in (CLUSTER / "cluster.yaml").read_text().splitlines()]
-    page = [line.removeprefix("   ") for line in (ROOT / "docs/distributed.md").read_text(encoding="utf-8").splitlines()]
+    lines = (CLUSTER / "cluster.yaml").read_text().splitlines()
+    text = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
+    page = [line.removeprefix("   ") for line in text.splitlines()]
     start = page.index("# cluster.yaml") + 1
     assert page[start : start + len(lines)] == lines
     util = pytest.importorskip("ray.autoscaler._private.util")
