@@ -448,8 +448,8 @@ def render_counts(specs: Sequence[AlgorithmSpec], reached: Iterable[str]) -> dic
     words = (
         f"- **Measured.** {len(measured)} of the {len(every)} algorithms have a preset with a recorded learning test "
         f"on three to five seeds{left}. Of the {len(presets)} presets, {done} have a recorded result; "
-        f"`rl-training list` shows the other {len(presets) - done} as untrained. Where one mechanism matters, a control shows what "
-        "happens without it. See the [results](docs/results.md)."
+        f"`rl-training list` shows the other {len(presets) - done} as untrained. Where one mechanism matters, "
+        "a control shows what happens without it. See the [results](docs/results.md)."
     )
     told = textwrap.fill(words, 140, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     pages = {}
