@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import rl_training
@@ -18,6 +21,7 @@ from rl_training.cli.main import app
 from rl_training.config import spec
 from rl_training.errors import UserError
 from rl_training.experiment.registry import get_algorithm_spec, list_algorithm_specs
+from rl_training.record.checkpoints import load_checkpoint
 
 TINY = {"num_envs": 1, "num_steps": 8, "eval_episodes": 0, "hidden_sizes": [4]}
 SCRIPT = """
@@ -138,3 +142,33 @@ def test_commands_import_the_module_that_registers(tmp_path: Path, monkeypatch: 
     refused = invoke("eval --checkpoint runs/r")
     assert refused.exit_code == 2
     assert "one of your own needs --import MODULE" in refused.output
+
+
+class FirstAction(rl_training.DQNAlgorithm):  # type: ignore[misc]
+    """Always takes the first action while it trains, and the second one in evaluations."""
+
+    def act(self, obs: Any, carry: Any = None, *, deterministic: bool = False, **more: Any) -> Any:
+        out = super().act(obs, carry, deterministic=deterministic, **more)
+        return dataclasses.replace(out, actions=torch.full_like(out.actions, int(deterministic)))
+
+
+def test_a_subclass_decides_how_it_acts_although_its_parent_acts_in_numpy(tmp_path: Path) -> None:
+    model = rl_training.register(FirstAction, like="dqn")(
+        "CartPole-v1", num_envs=1, hidden_sizes=[4], learning_starts=1, batch_size=4, buffer_capacity=200,
+        eval_episodes=0, output_dir=tmp_path,
+    )  # fmt: skip
+    result = model.learn(120, progress=False)
+    replay = load_checkpoint(result.checkpoint_path)["source"]["replay"]
+    actions = next(value for name, value in flat(replay) if name.endswith("actions"))
+    assert not np.asarray(actions)[2:100].any()  # after the random ones
+    assert model.predict([0.0, 0.0, 0.0, 0.0]) == 1
+    assert model.evaluate(1)["eval_length_mean"] < 12  # always to the right
+
+
+def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree with their paths."""
+    if isinstance(tree, dict):
+        for key, part in tree.items():
+            yield from flat(part, f"{name}.{key}")
+    else:
+        yield name, tree

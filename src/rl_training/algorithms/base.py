@@ -252,6 +252,15 @@ class Algorithm(nn.Module):
         make = getattr(self.acting(), "numpy_policy", None)
         return None if make is None else make()
 
+    def policy_in_numpy(self) -> NumpyPolicy | None:
+        """`numpy_policy`, but None if somebody's subclass has an `act` of its own and no `numpy_policy` next to it."""
+        for part in type(self).__mro__:
+            if part.__module__.startswith("rl_training.") or "numpy_policy" in vars(part):
+                break
+            if "act" in vars(part):
+                return None
+        return self.numpy_policy()
+
     def initial_carry(self, n: int) -> Carry:
         """Initial recurrent state of `n` environments; None for a policy without memory."""
         return None

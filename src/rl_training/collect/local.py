@@ -56,7 +56,7 @@ class Behaviour:
     @cached_property
     def numpy_policy(self) -> NumpyPolicy | None:
         """The learner's policy in numpy, if it has one."""
-        return self.algorithm.numpy_policy()
+        return self.algorithm.policy_in_numpy()
 
     def act_randomly(self, count: int, masks: Array | None, hold: float) -> Array:
         """Uniform actions, each repeated for `hold` steps on average; with masks, a new legal one at every step."""

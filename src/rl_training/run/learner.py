@@ -293,7 +293,7 @@ class ActingSession:
 
         # not a method: a reference cycle would keep the session's graphs until garbage collection
         self._step = HostStep(decide, algorithm.numbers, self.generator, algorithm.device)
-        self._numpy_policy = algorithm.numpy_policy()
+        self._numpy_policy = algorithm.policy_in_numpy()
         self._lock = acting_lock(algorithm)
         self.forget()
 
