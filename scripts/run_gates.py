@@ -61,10 +61,12 @@ ADDED_LATER = {
     "memory": "none", "memory_size": 128, "memory_layers": 1, "sequence_length": None, "refresh_memory": False,
     "augmentation": "none", "shift_pixels": 4, "adam_beta1": 0.9, "weight_decay": 0.01,
     "architecture": "mlp", "target_networks": True, "joint_forward": "none",
+    "learning_rate_decay": "none", "return_bound": None, "noise_repeat": 1,
     "actor_first": False, "observation_statistics": "batches", "target_entropy_per_dimension": None,
     "her_ratio": 0.0, "her_strategy": "future",
 }  # fmt: skip
 ADDED_TO = {  # the same, where other algorithms always had it
+    **{name: {"num_atoms": None, "v_min": None, "v_max": None} for name in ("sac", "tqc", "redq", "droq", "rlpd")},
     "d4pg": {"target_update_interval": 1},
     "ddpg": {"num_critics": 1, "policy_noise": None, "noise_clip": 0.5, "policy_delay": 1},
 }

@@ -99,7 +99,7 @@ def test_the_environment_of_a_preset_can_be_made_and_is_supported(preset: str) -
     try:
         spaces = probe_spaces(read_recipe(config.env_id, config.env_kwargs))
     except UserError as error:
-        for package in ("mujoco", "minatar", "Box2D"):
+        for package in ("mujoco", "minatar", "Box2D", "envpool"):
             if package.lower() in str(error).lower() and importlib.util.find_spec(package) is None:
                 pytest.skip(f"{package} is not installed")
         raise

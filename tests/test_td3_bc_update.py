@@ -30,13 +30,13 @@ RECORDED = torch.tensor([[0.0, 0.0], [0.1, 0.0], [1.0, 0.0]])
     ("q_weight", "bc_coef", "expected"), [(2.5, 1 / 2, -0.618333), (1.0, 0.01, -0.329033), (0.0, 1 / 2, 0.215)]
 )
 def test_the_actor_loss_of_td3_bc_and_of_rebrac(q_weight: float, bc_coef: float, expected: float) -> None:
-    losses = bc_actor_loss(Q, squared_distance(PI, RECORDED), q_weight, bc_coef)
+    losses = bc_actor_loss(Q, squared_distance(PI, RECORDED), Q.abs().mean(), q_weight, bc_coef)
     assert float(losses["actor_loss"]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_no_gradient_passes_through_the_scale_of_the_values() -> None:
     values = Q.clone().requires_grad_()
-    bc_actor_loss(values, torch.zeros(3), 2.5, 1.0)["actor_loss"].backward()
+    bc_actor_loss(values, torch.zeros(3), values.abs().mean(), 2.5, 1.0)["actor_loss"].backward()
     torch.testing.assert_close(values.grad, torch.full((3,), -0.125 / 3))  # lambda = 2.5 / 20
 
 

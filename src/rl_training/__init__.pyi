@@ -15,6 +15,7 @@ from rl_training.algorithms.dreamer import Dreamer as DreamerAlgorithm
 from rl_training.algorithms.sac import SAC as DroQAlgorithm
 from rl_training.algorithms.dqn import DQN as DuelingDQNAlgorithm
 from rl_training.algorithms.fqf import FQF as FQFAlgorithm
+from rl_training.algorithms.sac import SAC as FlashSACAlgorithm
 from rl_training.algorithms.gail import GAIL as GAILAlgorithm
 from rl_training.algorithms.impala import IMPALA as IMPALAAlgorithm
 from rl_training.algorithms.iql import IQL as IQLAlgorithm
@@ -34,6 +35,7 @@ from rl_training.algorithms.c51_dqn import C51DQN as RainbowDQNAlgorithm
 from rl_training.algorithms.td3_bc import TD3BC as ReBRACAlgorithm
 from rl_training.algorithms.sac import SAC as SACAlgorithm
 from rl_training.algorithms.sac import SAC as SimBaAlgorithm
+from rl_training.algorithms.sac import SAC as SimBaV2Algorithm
 from rl_training.algorithms.td3 import TD3 as TD3Algorithm
 from rl_training.algorithms.td3_bc import TD3BC as TD3BCAlgorithm
 from rl_training.algorithms.sac import SAC as TQCAlgorithm
@@ -54,6 +56,7 @@ from rl_training.api.algorithms import Dreamer as Dreamer
 from rl_training.api.algorithms import DroQ as DroQ
 from rl_training.api.algorithms import DuelingDQN as DuelingDQN
 from rl_training.api.algorithms import FQF as FQF
+from rl_training.api.algorithms import FlashSAC as FlashSAC
 from rl_training.api.algorithms import GAIL as GAIL
 from rl_training.api.algorithms import IMPALA as IMPALA
 from rl_training.api.algorithms import IQL as IQL
@@ -73,6 +76,7 @@ from rl_training.api.algorithms import RainbowDQN as RainbowDQN
 from rl_training.api.algorithms import ReBRAC as ReBRAC
 from rl_training.api.algorithms import SAC as SAC
 from rl_training.api.algorithms import SimBa as SimBa
+from rl_training.api.algorithms import SimBaV2 as SimBaV2
 from rl_training.api.algorithms import TD3 as TD3
 from rl_training.api.algorithms import TD3BC as TD3BC
 from rl_training.api.algorithms import TQC as TQC
@@ -122,6 +126,8 @@ __all__ = [
     "DuelingDQNAlgorithm",
     "FQF",
     "FQFAlgorithm",
+    "FlashSAC",
+    "FlashSACAlgorithm",
     "GAIL",
     "GAILAlgorithm",
     "IMPALA",
@@ -162,6 +168,8 @@ __all__ = [
     "Schedule",
     "SimBa",
     "SimBaAlgorithm",
+    "SimBaV2",
+    "SimBaV2Algorithm",
     "TD3",
     "TD3Algorithm",
     "TD3BC",

@@ -69,7 +69,7 @@ class Policy:
         return UserError(f"{self.path} cannot {what} ({reason}); export the checkpoint again.")
 
     def reset(self) -> None:
-        """Forget the episode so far; matters only for a policy with memory (Dreamer)."""
+        """Forget the episode so far; matters only for a policy with memory."""
         self._state: Array | None = None
 
     def predict(self, obs: Any, *, action_mask: Any = None) -> Any:

@@ -21,12 +21,12 @@ from rl_training.config.params import read_params
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.errors import UserError
 from rl_training.models.blocks import ObservationInput, ObservationNorm
-from rl_training.models.bodies import BatchedLayerNorm, ResidualBody
+from rl_training.models.bodies import BatchedLayerNorm, ResidualBody, Shape
 from rl_training.models.mlp_sac import MLPSACModel, SquashedGaussianActor
 from rl_training.run.build import open_session
 
 RESIDUAL: dict[str, Any] = {"architecture": "residual"}
-SHAPE: dict[str, Any] = {"inputs": 3, "hidden_sizes": (4, 4), "outputs": 5, "activation": "relu"}
+SHAPE: dict[str, Any] = {"inputs": 3, "hidden_sizes": (4, 4), "outputs": 5}
 
 
 class TestSimBa(TrainerSmoke):
@@ -47,7 +47,7 @@ def test_layer_normalization_on_numbers_made_by_hand() -> None:
 
 def test_a_block_adds_to_what_it_does_not_normalize_and_is_four_times_as_wide_inside() -> None:
     torch.manual_seed(0)
-    body, x = ResidualBody(num_members=2, **SHAPE), torch.randn(6, 3)
+    body, x = ResidualBody(2, Shape(**SHAPE)), torch.randn(6, 3)
     first = body.blocks[0]
     assert first.widen.weight.shape == (2, 4, 16)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_a_block_adds_to_what_it_does_not_normalize_and_is_four_times_as_wide_in
 
 def test_initial_weights_are_orthogonal_outside_of_blocks_and_he_normal_inside() -> None:
     torch.manual_seed(0)
-    body = ResidualBody(num_members=2, **{**SHAPE, "inputs": 64, "hidden_sizes": (64,), "outputs": 8})
+    body = ResidualBody(2, Shape(inputs=64, hidden_sizes=(64,), outputs=8))
     eye = torch.eye(64).expand(2, 64, 64)
     torch.testing.assert_close(body.embed.weight @ body.embed.weight.mT, eye, rtol=0, atol=1e-5)
     torch.testing.assert_close(body.head.weight.mT @ body.head.weight, eye[:, :8, :8], rtol=0, atol=1e-5)
@@ -97,7 +97,7 @@ def test_blocks_of_several_widths_are_refused_in_a_sentence(given: dict[str, Any
     assert expected in str(refused.value)
     assert read_params(get_algorithm_spec("sac").params, given)
     with pytest.raises(UserError, match="residual blocks need one width"):
-        ResidualBody(num_members=1, **{**SHAPE, "hidden_sizes": sizes})
+        ResidualBody(1, Shape(3, sizes))
 
 
 # ---- the statistics of observations -------------------------------------------------------------------------------

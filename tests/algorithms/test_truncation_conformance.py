@@ -32,7 +32,7 @@ QUICK_REPLAY: dict[str, Any] = QUICK | {
     "learning_rate": 0.005, "learning_starts": 50, "batch_size": 32, "buffer_capacity": 1_000, "n_step": 1,
     "alpha": 0.0,
     "target_update_interval": 10, "tau": 0.05, "v_min": 0.0, "v_max": 20.0, "num_quantiles": 8,
-    "critic_hidden_sizes": [16], "dataset_size": 50,
+    "critic_hidden_sizes": [16], "dataset_size": 50, "return_bound": None,
     "gradient_updates_per_step": 1, "actor_update_interval": 1, "num_critics": 2, "offline_batch_ratio": 0.0,
     "offline_updates": 0, "num_proposals": 1,
     "dataset_kind": "random", "model_hidden_sizes": [16], "num_ensembles": 2, "num_elites": 2, "model_updates": 200,
@@ -57,7 +57,9 @@ def learned_value(algorithm: Algorithm, obs: list[float]) -> float | None:
             return float(algorithm.action_values(rows, True).max())
         model = getattr(algorithm, "model", None)
         if hasattr(model, "q_values"):  # continuous control: the value of the policy's own action
-            return float(model.q_values(rows, algorithm.act(rows, deterministic=True).actions).mean())
+            outputs = model.q_values(rows, algorithm.act(rows, deterministic=True).actions)
+            head = getattr(algorithm, "head", None)  # of critics that may predict more than a value
+            return float((outputs if head is None else head.values(outputs)).mean())
         values = getattr(getattr(algorithm, "policy", None), "values", None)
         return None if values is None else float(values(rows))
 

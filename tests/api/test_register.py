@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 import rl_training
-from rl_training import A2CAlgorithm
+from resume_cases import stop_and_resume
+from rl_training import A2CAlgorithm, DQNAlgorithm, SACAlgorithm
 from rl_training.algorithms.base import Number, Setting, UpdateResult
 from rl_training.cli.main import app
 from rl_training.config import spec
 from rl_training.errors import UserError
 from rl_training.experiment.registry import get_algorithm_spec, list_algorithm_specs
-from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run.evaluation import read_replay_buffer
+from rl_training.run.workflows import train
+from worker_cases import assert_same_end
 
 TINY = {"num_envs": 1, "num_steps": 8, "eval_episodes": 0, "hidden_sizes": [4]}
 SCRIPT = """
@@ -91,6 +93,71 @@ def test_a_schedule_of_an_own_number_reaches_the_update(tmp_path: Path) -> None:
     assert metrics["seen_scale"] < 4.0
 
 
+class Shifted(SACAlgorithm):
+    """SAC that does a little more than it would, and far too much in the second action."""
+
+    shift = Number(">= 0", 0.1, read="to act")
+
+    def explore(self, actions: Tensor, obs: Tensor, action_masks: Tensor | None = None) -> Tensor:
+        return actions + self.shift * torch.rand(actions.shape, generator=self.generator) + torch.tensor([0.0, 9.0])
+
+
+class OnlyLegal(DQNAlgorithm):
+    """DQN that takes the last legal action."""
+
+    def explore(self, actions: Tensor, obs: Tensor, action_masks: Tensor | None = None) -> Tensor:
+        assert action_masks is not None
+        return (action_masks * torch.arange(action_masks.shape[1])).argmax(-1)
+
+
+class NotOfItsPolicy(A2CAlgorithm):
+    """A2C that takes other actions than it learns from."""
+
+    def explore(self, actions: Tensor, obs: Tensor, action_masks: Tensor | None = None) -> Tensor:
+        return 1 - actions
+
+
+SMALL = {"hidden_sizes": [8], "learning_starts": 4, "batch_size": 4, "eval_episodes": 0, "total_timesteps": 60}
+
+
+def test_a_learner_from_replay_explores_in_a_way_of_its_own(tmp_path: Path) -> None:
+    """From the deterministic action on, clipped; only the steps before learning starts are random."""
+    managed: Any = rl_training.register(Shifted, like="sac")
+    for shift in (0.0, 0.2):
+        model = managed("env_zoo:BoxActions", output_dir=tmp_path, shift=shift, learning_rate=0.0, **SMALL)
+        result = model.learn()
+        stored = read_replay_buffer(result.checkpoint_path)
+        actions = result.policy.spaces.unmap_actions(stored.actions)
+        assert (actions[4:, 1] == 1.0).all()
+        assert not (actions[:4, 1] == 1.0).any()
+        with torch.no_grad():
+            best = result.policy.algorithm.act(torch.from_numpy(stored.obs), deterministic=True).actions.numpy()
+        more = actions[4:, 0] - best[4:, 0]
+        assert more.min() >= -1e-5
+        assert (more.max() > 0.1) == (shift > 0.1)
+        assert more.max() < shift + 1e-5
+
+
+def test_an_own_exploration_gets_masks(tmp_path: Path) -> None:
+    """An illegal action raises."""
+    managed: Any = rl_training.register(OnlyLegal, like="dqn")
+    managed("env_zoo:Masked", output_dir=tmp_path, **SMALL).learn()
+
+
+@pytest.mark.parametrize("backend", ["local_sync", pytest.param("local_async", marks=pytest.mark.slow)])
+def test_a_run_with_an_own_exploration_resumes_exactly(tmp_path: Path, backend: str) -> None:
+    managed: Any = rl_training.register(Shifted, like="sac")
+    where = {"execution_backend": backend, "num_envs": 2, "device": "cpu"}
+    config = managed("env_zoo:BoxActions", output_dir=tmp_path, **SMALL, **where).config
+    assert_same_end(train(config, console=False), stop_and_resume(config, 33))
+
+
+def test_a_rollout_learner_may_not_explore_otherwise(tmp_path: Path) -> None:
+    managed: Any = rl_training.register(NotOfItsPolicy, like="a2c")
+    with pytest.raises(UserError, match="not_of_its_policy defines explore, which only learners from replay may"):
+        managed("CartPole-v1", output_dir=tmp_path, **TINY).learn(32)
+
+
 def test_registered_again_the_new_class_counts() -> None:
     first = rl_training.register(Scaled, like="a2c")
     newer = type("Scaled", (Scaled,), {"scale": Number("> 0", 5.0)})
@@ -142,33 +209,3 @@ def test_commands_import_the_module_that_registers(tmp_path: Path, monkeypatch: 
     refused = invoke("eval --checkpoint runs/r")
     assert refused.exit_code == 2
     assert "one of your own needs --import MODULE" in refused.output
-
-
-class FirstAction(rl_training.DQNAlgorithm):  # type: ignore[misc]
-    """Always takes the first action while it trains, and the second one in evaluations."""
-
-    def act(self, obs: Any, carry: Any = None, *, deterministic: bool = False, **more: Any) -> Any:
-        out = super().act(obs, carry, deterministic=deterministic, **more)
-        return dataclasses.replace(out, actions=torch.full_like(out.actions, int(deterministic)))
-
-
-def test_a_subclass_decides_how_it_acts_although_its_parent_acts_in_numpy(tmp_path: Path) -> None:
-    model = rl_training.register(FirstAction, like="dqn")(
-        "CartPole-v1", num_envs=1, hidden_sizes=[4], learning_starts=1, batch_size=4, buffer_capacity=200,
-        eval_episodes=0, output_dir=tmp_path,
-    )  # fmt: skip
-    result = model.learn(120, progress=False)
-    replay = load_checkpoint(result.checkpoint_path)["source"]["replay"]
-    actions = next(value for name, value in flat(replay) if name.endswith("actions"))
-    assert not np.asarray(actions)[2:100].any()  # after the random ones
-    assert model.predict([0.0, 0.0, 0.0, 0.0]) == 1
-    assert model.evaluate(1)["eval_length_mean"] < 12  # always to the right
-
-
-def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree with their paths."""
-    if isinstance(tree, dict):
-        for key, part in tree.items():
-            yield from flat(part, f"{name}.{key}")
-    else:
-        yield name, tree

@@ -21,6 +21,7 @@ from setting_cases import learned, other_value, same
 SETTING: dict[str, dict[str, Any]] = {
     "alpha": {"alpha": 0.2}, "kl_target": {"target_policy": True}, "pg_rho_clip": {"target_policy": True},
     "line_search_shrink": {"max_kl": 2.0}, "clip_coef": {"update_epochs": 3},
+    **{f"{whose}learning_rate": {"learning_rate_decay": "none"} for whose in ("", "actor_", "critic_")},
 }  # fmt: skip
 
 

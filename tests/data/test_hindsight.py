@@ -349,7 +349,7 @@ def goal_run(algo: str, output: Path, make_config: Any = tiny, **fields: Any) ->
 
 @pytest.mark.parametrize("algo", FAMILIES)
 def test_runs_with_goals_resume_exactly(algo: str, tmp_path: Path) -> None:
-    ends = {"v_min": -20.0, "v_max": 0.0} if "v_min" in SPECS[algo].params.model_fields else {}
+    ends = {"v_min": -50.0, "v_max": 0.0} if "v_min" in SPECS[algo].params.model_fields else {}
     config = goal_run(algo, tmp_path, num_envs=2, kwargs={"buffer_capacity": 60, "her_strategy": "episode", **ends})
     assert_same_run(train(config, console=False), stop_and_resume(config, 71))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.episode_replay import EpisodeReplayBuffer, Returns
 from rl_training.data.offline_store import OfflineStore, find_returns, with_next_actions
 from rl_training.errors import UserError
+from rl_training.models.blocks import ObservationNorm
+from rl_training.record.checkpoints import load_checkpoint
 from rl_training.record.metrics_file import read_metrics
 from rl_training.run.build import open_session
 from rl_training.run.run import Callback, Run
@@ -94,10 +97,14 @@ def test_before_the_first_step_updates_are_no_timesteps_and_then_batches_are_mix
     assert evaluated_at(result.run_dir) == [0, 10, 20]  # the first one before the first step
 
 
-def test_rewards_are_scaled_and_shifted_in_recorded_and_in_new_rows(tmp_path: Path, recorded: Path) -> None:
+@pytest.mark.parametrize("share", [{}, {"offline_updates": 0, "offline_batch_ratio": 0.0}])
+def test_rewards_are_scaled_and_shifted_in_recorded_and_in_new_rows(
+    share: dict[str, Any], tmp_path: Path, recorded: Path
+) -> None:
     plain, changed = Batches(), Batches()
+    common = {"learning_rate": 0.0, "train_frequency": 1, "learning_starts": 0, **share}
     for batches, kwargs in ((plain, {}), (changed, {"reward_scale": 10.0, "reward_shift": -5.0})):
-        config = offline(tmp_path, recorded, timesteps=10, learning_rate=0.0, train_frequency=1, learning_starts=0)
+        config = offline(tmp_path, recorded, timesteps=10, **common)
         config = config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, **kwargs}})
         train(config, callbacks=[batches], console=False)
     for (_, one), (_, other) in zip(plain.seen, changed.seen, strict=True):
@@ -269,12 +276,16 @@ def test_the_policy_normalizes_by_the_recorded_data_for_good(tmp_path: Path, rec
     np.testing.assert_allclose(predict_checkpoint(result.checkpoint_path, obs), by_hand, rtol=1e-4, atol=1e-5)
 
 
-def test_two_normalizers_are_refused_and_images_need_none(tmp_path: Path, recorded: Path) -> None:
-    both = offline(tmp_path, recorded, "td3_bc").model_copy(
+def test_the_wrapper_that_normalizes_replaces_the_recorded_statistics(tmp_path: Path, recorded: Path) -> None:
+    config = offline(tmp_path, recorded, "td3_bc", timesteps=12, normalize_states=True).model_copy(
         update={"env_kwargs": {"wrappers": {"normalize_observation": True}}}
     )
-    with pytest.raises(UserError, match=r"normalize_states is true, and env_kwargs\.wrappers has normalize_"):
-        open_session(both)
+    session = open_session(config)
+    norm = session.algorithm.acting().observation_input.norm  # type: ignore[union-attr]
+    notes = " ".join(session.notes)
+    session.close()
+    assert type(norm) is ObservationNorm
+    assert "normalize_states has no effect: env_kwargs.wrappers has normalize_observation" in notes
 
 
 # ---- resuming -------------------------------------------------------------------------------------------------------
@@ -294,6 +305,16 @@ def test_a_resumed_run_is_the_same(
     config = config.model_copy(update={"env_kwargs": {"max_episode_steps": 5}})
     whole = train(config, console=False)
     assert_same_run(whole, stop_and_resume(config, *stops))
+
+
+def test_a_run_on_data_alone_has_no_replay_to_save(tmp_path: Path, recorded: Path) -> None:
+    config = offline(tmp_path, recorded, offline_updates=None).model_copy(update={"replay_in_checkpoint": False})
+    stopped = train(config, callbacks=[StopAt(15)], console=False)
+    assert "replay" not in load_checkpoint(stopped.checkpoint_path)["source"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed = resume_training(stopped.checkpoint_path, console=False)
+    assert resumed.metrics["global_step"] == 40
 
 
 def test_a_run_stopped_before_its_first_step_resumes_there(tmp_path: Path, recorded: Path) -> None:

@@ -172,7 +172,7 @@ def test_what_cannot_be_drawn_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     env.reset(seed=0)
     frame = env.render()
     assert (frame.dtype, frame.shape[2]) == (np.uint8, 3)  # type: ignore[union-attr]
-    for code, said in {"raise SystemExit('no OpenGL here.')": "no OpenGL here", "exit(3)": "exit code 3"}.items():
+    for code, said in {"raise SystemExit('no paint here.')": "no paint here", "exit(3)": "exit code 3"}.items():
         pool.find_fault.cache_clear()
         monkeypatch.setattr(pool, "RENDERS", code)
         with pytest.raises(UserError, match=f"cannot be drawn here, so no video is made of it: .*{said}"):

@@ -98,3 +98,31 @@ def test_state_has_h_and_for_an_lstm_c_of_every_layer(kind):
     assert states.shape == (*x.shape[:2], state_size(kind, 5, 2)) == (*x.shape[:2], 20 if kind == "lstm" else 10)
     assert torch.equal(states[..., 5:10], outputs)  # h of the last layer
     assert torch.equal(memory.initial_state(3), torch.zeros(3, memory.state_size).double())
+
+
+@KINDS
+def test_a_step_in_numpy_is_that_of_torch(kind):
+    memory = make(kind)
+    x, recall = read_some(memory)
+    remember, states = memory.numpy_memory(), recall.state.numpy()
+    _, after = memory.follow(x, recall)
+    for t in range(len(x)):
+        output, states = remember(x[t].numpy(), states, recall.starts[t].numpy())
+        torch.testing.assert_close(torch.from_numpy(states), after[t])
+        torch.testing.assert_close(torch.from_numpy(output), memory.outputs_in(after[t]))
+
+
+def test_a_large_memory_stays_in_torch():
+    assert Memory("lstm", 4, 256).numpy_memory() is None
+
+
+@KINDS
+def test_a_new_memory_can_keep_more_of_its_state(kind):
+    kept = []
+    for bias in (0.0, 3.0):
+        torch.manual_seed(0)
+        memory = Memory(kind, 1, 4, keep_bias=bias)
+        state = memory.initial_state(1) + 1.0
+        _, states = memory.follow(torch.zeros(6, 1, 1), Recall(state, torch.zeros(6, 1, dtype=torch.bool)))
+        kept.append((states[-1, 0, -4:]).abs().mean())
+    assert kept[1] > 2 * kept[0]

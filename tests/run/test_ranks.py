@@ -77,9 +77,9 @@ def tensors_of(session: Session) -> dict[str, Tensor]:
     return {name: value for name, value in state if isinstance(value, Tensor) and not name.startswith("last_")}
 
 
-def check_joined(ranks: TorchRanks, algo: str, folder: Path) -> None:
+def check_joined(ranks: TorchRanks, algo: str, folder: Path, **kwargs: Any) -> None:
     """Two updates on halves, next to the same ones on the whole."""
-    alone, joined = open_case(algo, folder), open_case(algo, folder)
+    alone, joined = (open_case(algo, folder, kwargs=kwargs) for _ in range(2))
     ranks.join(joined.algorithm)
     for batch in batches_of(alone, 2):
         alone.algorithm.update(batch)
@@ -124,6 +124,7 @@ def check_runs(ranks: TorchRanks, folder: Path) -> None:
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("ppo", {}, {"env_kwargs": NORMALIZED}),
         ("ppo", {}, {"vectorization": "device"}),
+        ("ppo", {"memory": "lstm", "memory_size": 6, "sequence_length": 4}, {}),
         ("c51_dqn", {"n_step": 2}, {"vectorization": "device"}),
         ("dqn", {"prioritized": True, "n_step": 2}, {}),
         ("td3", {"policy_delay": 3}, {}),  # a loss that is kept for the log is each rank's own
@@ -147,6 +148,7 @@ def check_runs(ranks: TorchRanks, folder: Path) -> None:
         part_of_rank("it", load_checkpoint(whole.checkpoint_path), Ranks())
     refused: list[tuple[str, str, dict[str, Any]]] = [
         ("algo is 'bc'", "bc", {}), ("algo is 'dreamer'", "dreamer", {}),
+        ("offline_updates is null", "iql", {"kwargs": {"offline_updates": None}}),
         ("vectorization is 'native'", "ppo", {"vectorization": "native"}),
         ("execution_backend is 'local_async'", "ppo", {"execution_backend": "local_async"}),
     ]  # fmt: skip
@@ -240,6 +242,8 @@ def run_rank(rank: int, folder: Path) -> None:
     check_settling(ranks)
     for algo in PARAMS:
         check_joined(ranks, algo, folder)
+    for algo in ("ppo", "impala"):
+        check_joined(ranks, algo, folder, memory="gru", memory_size=6)
     workflows.join_ranks = lambda: ranks
     check_runs(ranks, folder / "runs")
     check_ends(ranks, folder / "ends")

@@ -78,7 +78,7 @@ def tensors_of(algorithm: Algorithm) -> dict[str, Tensor]:
 
 
 @pytest.mark.usefixtures("fake_graphs")
-@pytest.mark.parametrize("algo", [*BY_LEARNER, "crossq", "simba"])
+@pytest.mark.parametrize("algo", [*BY_LEARNER, "crossq", "simba", "simbav2", "flash_sac"])
 def test_captured_steps_learn_what_plain_ones_learn(algo: str) -> None:
     plain, captured = (learn(algo, moves=False, accelerates=accelerates) for accelerates in (False, True))
     for name, tensor in tensors_of(plain).items():

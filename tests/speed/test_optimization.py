@@ -210,13 +210,13 @@ def test_beta_and_weight_decay_are_those_of_torch(kind: str, of_torch: Any, opti
 
 
 def test_parameters_are_put_back_after_every_step() -> None:
-    module = nn.Linear(3, 2)
+    class Unit(nn.Linear):
+        @torch.no_grad()
+        def project_(self) -> None:
+            self.weight.div_(self.weight.norm())
 
-    def put_back() -> None:
-        with torch.no_grad():
-            module.weight.div_(module.weight.norm())
-
-    optimizer = Optimizer(module.parameters(), learning_rate=0.1, after_step=put_back)
+    module = Unit(3, 2)
+    optimizer = Optimizer(module, learning_rate=0.1)
     for _ in range(3):
         optimizer.step(module(torch.ones(4, 3)).square().sum())
         assert float(module.weight.detach().norm()) == pytest.approx(1.0)

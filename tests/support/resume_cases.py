@@ -36,7 +36,7 @@ TINY = {
 }  # fmt: skip
 
 
-AXES = {"num_quantiles", "critic_hidden_sizes", "sequence_length"}  # off where the default is None
+AXES = {"num_quantiles", "num_atoms", "critic_hidden_sizes", "sequence_length"}  # off where the default is None
 
 
 def known(spec: AlgorithmSpec, values: dict[str, Any]) -> dict[str, Any]:

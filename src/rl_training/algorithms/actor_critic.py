@@ -9,62 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting
+from rl_training.algorithms.reward_scale import RewardScale
 from rl_training.ops.returns import gae
 from rl_training.speed.optimizer import Backward, Optimizer
 
 ROWS = ("obs", "actions", "logprobs", "values", "advantages", "returns", "action_masks")
 MOST_STEPS = 32  # in one graph
 MOST_NUMBERS = 16  # per row; a GPU gathers these one by one, because `index_select` spends a block of threads on a row
-
-
-class RewardScale(nn.Module):
-    """Divide rewards by the running deviation of the discounted return, then clip them; no mean is subtracted."""
-
-    ranks: Any = None
-
-    def __init__(self, gamma: float, clip: float = 10.0) -> None:
-        super().__init__()
-        self.gamma, self.clip = gamma, clip
-        self.moments: Tensor
-        # count, mean, sum of squares
-        self.register_buffer("moments", torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64))
-        self.running: Tensor | None = None
-
-    @torch.no_grad()
-    def forward(self, rewards: Tensor, cuts: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Add rewards [T, N] to the statistics and scale them; the discounted return restarts at every cut."""
-        running = torch.zeros_like(rewards[0]) if self.running is None else self.running
-        returns = torch.empty_like(rewards)
-        keep = self.gamma * (~cuts).to(rewards.dtype)
-        for t in range(len(rewards)):
-            returns[t] = running + rewards[t]
-            running = returns[t] * keep[t]
-        self.running = running.clone()
-        rows = (returns if valid is None else returns[valid]).double().flatten()
-        new_mean, new_var, new = rows.mean(), rows.var(correction=0), len(rows)
-        if self.ranks is not None:
-            (new_mean, new_var), new = self.ranks.moments(new_mean, new_var), new * self.ranks.count
-        count, mean, squares = self.moments
-        total = count + new
-        delta = new_mean - mean
-        squares = squares + new_var * new + delta.square() * count * new / total
-        self.moments.copy_(torch.stack([total, mean + delta * new / total, squares]))
-        deviation = (squares / total).sqrt().to(rewards.dtype) + 1e-8
-        scaled: Tensor = (rewards / deviation).clamp(-self.clip, self.clip)
-        return scaled
-
-    def forget_episodes(self) -> None:
-        """Drop the returns so far, because new episodes start; the statistics stay."""
-        self.running = None
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """The discounted return of each environment so far."""
-        return {"running": self.running}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `get_extra_state`."""
-        running = state["running"]
-        self.running = None if running is None else running.to(self.moments.device)
 
 
 class PolicyActing(Algorithm):

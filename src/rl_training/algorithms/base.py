@@ -7,7 +7,7 @@ class defines `self.gamma`: its bounds, its default, and that the constructor ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from rl_training.errors import UserError
 from rl_training.speed.capture import capture_step
 from rl_training.speed.optimizer import Optimizer
 from rl_training.speed.passes import NumpyPolicy
+from rl_training.speed.recurrent_passes import NumpyMemory
 
 Batch = Mapping[str, Tensor]
 Carry = Any
@@ -181,6 +182,11 @@ class ActOutput:
     carry: Carry = None
 
 
+def defines_explore(learner: type[Algorithm]) -> bool:
+    """Whether a class of learners explores in a way of its own."""
+    return learner.explore is not Algorithm.explore
+
+
 class Algorithm(nn.Module):
     """A learner: networks, optimizers and random generator in one module whose `state_dict` is complete.
 
@@ -225,6 +231,13 @@ class Algorithm(nn.Module):
         """Choose actions for observations [N, ...]."""
         raise NotImplementedError
 
+    def explore(self, actions: Tensor, obs: Tensor, action_masks: Tensor | None = None) -> Tensor:
+        """The actions that training takes instead of these deterministic ones [N, ...]; continuous ones are clipped.
+
+        A subclass that learns from replay may define it; then nothing else explores.
+        """
+        raise NotImplementedError
+
     def learn(self, batch: Batch) -> UpdateResult:
         """Make one update from one batch."""
         raise NotImplementedError
@@ -252,20 +265,28 @@ class Algorithm(nn.Module):
         make = getattr(self.acting(), "numpy_policy", None)
         return None if make is None else make()
 
-    def policy_in_numpy(self) -> NumpyPolicy | None:
-        """`numpy_policy`, but None if somebody's subclass has an `act` of its own and no `numpy_policy` next to it."""
-        for part in type(self).__mro__:
-            if part.__module__.startswith("rl_training.") or "numpy_policy" in vars(part):
-                break
-            if "act" in vars(part):
-                return None
-        return self.numpy_policy()
+    def numpy_memory(self) -> NumpyMemory | None:
+        """One step of the memory without torch, whose outputs the numpy policy reads; None without a memory."""
+        make = getattr(self.acting(), "numpy_memory", None)
+        return None if make is None else make()
 
     def initial_carry(self, n: int) -> Carry:
         """Initial recurrent state of `n` environments; None for a policy without memory."""
         return None
 
+    def exploring_carry(self, n: int) -> Carry:
+        """What acting in `n` environments remembers while it explores: the recurrent state, unless there is more."""
+        return self.initial_carry(n)
+
     # what is shared --------------------------------------------------------------------------------------------
+
+    def act_in_training(self, obs: Tensor, carry: Carry = None, **given: Any) -> ActOutput:
+        """`act`, or what `explore` makes of its deterministic actions."""
+        if not defines_explore(type(self)):
+            return self.act(obs, carry, **given)
+        found = self.act(obs, carry, deterministic=True, **given)
+        actions = self.explore(found.actions, obs, given.get("action_masks"))
+        return replace(found, actions=actions.clamp(-1.0, 1.0) if actions.is_floating_point() else actions)
 
     def update(self, batch: Batch, *, phase: str = "policy", global_step: int = 0, sync: bool = True) -> UpdateResult:
         """Set train mode, call `learn` (or `update_model`) and count the update; with `sync`, metrics become floats."""
@@ -293,7 +314,9 @@ class Algorithm(nn.Module):
         """The declared settings and numbers that have a default, by name: arguments of the constructor."""
         return {name: value for name, value in declared(cls) if value.default is not NO_DEFAULT}
 
-    def make_optimizer(self, name: str, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
+    def make_optimizer(
+        self, name: str, parameters: nn.Module | Iterable[nn.Parameter], **options: Any
+    ) -> Optimizer:
         """Make an optimizer that is part of `state_dict`, under `name`, which error messages use too.
 
         Its learning rate is that of its name (`critic_learning_rate` for "critic_optimizer") if the learner has one

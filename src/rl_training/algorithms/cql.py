@@ -3,6 +3,7 @@
 CQL(H) (Kumar et al. 2020, arXiv:2006.04779) adds to every critic's loss w (mean log sum exp Q(s, .) - mean Q(s, a)).
 The sum over actions is estimated by importance sampling from 3 n of them, each divided by its density: n uniform ones,
 n of pi(.|s) and n of pi(.|s'), all valued at s. Actions and densities are constants. The targets leave the entropy out.
+As in SAC, the actor learns from the critics as they are after their step.
 
 With a target gap, w is multiplied by alpha' = exp(log alpha') in [0, 1e6], which ascends on w (difference - gap).
 
@@ -52,6 +53,8 @@ class CQL(SAC):
         super().__init__(model=model, **settings)
         if model.critics.dropout:
             raise UserError(f"critic_dropout is {model.critics.dropout}; with the penalty of CQL it must be 0.")
+        if self.learning:
+            raise UserError("architecture normalizes by batches; with the penalty of CQL it must not.")
         self.log_multiplier = None if self.target_gap is None else nn.Parameter(torch.ones((), device=self.device))
         if self.log_multiplier is not None:
             rate = ("critic_learning_rate", "learning_rate")
@@ -83,7 +86,7 @@ class CQL(SAC):
         if not self.best_proposal_backup:
             return super().next_actions(batch, noise)
         actions, logprobs = self.propose(batch["next_obs"], batch["backup_noise"])
-        best = least(self.values_at(self.target_critics, batch["next_obs"], actions)).argmax(0, keepdim=True)
+        best = least(self.values_at(self.next_critics, batch["next_obs"], actions)).argmax(0, keepdim=True)
         chosen = actions.view(self.num_proposals, len(noise), -1)
         index = best.unsqueeze(-1).expand(1, *chosen.shape[1:])
         return chosen.gather(0, index).squeeze(0), logprobs.gather(0, best).squeeze(0)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rl_training.ops.distributional import quantile_huber_loss
+from rl_training.ops.distributional import categorical_cross_entropy, project_categorical, quantile_huber_loss
 from rl_training.ops.losses import critic_losses, weighted_mean
 
 Backup = Callable[[Tensor], Tensor]  # next values [B] or [B, K] -> r + g (values - alpha log pi(a'|s'))
@@ -78,4 +78,33 @@ class QuantileHead:
         return losses, errors.detach().mean(0)
 
 
-Head = ValueHead | QuantileHead
+class CategoricalHead(nn.Module):
+    """Each critic predicts probabilities of returns on a `support` [K], as logits: outputs [E, B, K].
+
+    For each row, the target is the whole distribution of the target critic with the smallest mean, moved by the soft
+    Bellman backup and projected onto the support (Bellemare et al. 2017, arXiv:1707.06887, eq. 7).
+    """
+
+    def __init__(self, support: Tensor) -> None:
+        super().__init__()
+        self.support = nn.Buffer(support, persistent=False)
+
+    def values(self, outputs: Tensor) -> Tensor:
+        """Expected returns [E, B]."""
+        return outputs.softmax(-1) @ self.support
+
+    def targets(self, next_outputs: Tensor, backup: Backup) -> Tensor:
+        """The probabilities [B, K] of r + g (z_k - alpha log pi)."""
+        probs = next_outputs.softmax(-1)
+        chosen = (probs @ self.support).argmin(0).view(1, -1, 1).expand(1, *probs.shape[1:])
+        atoms = backup(self.support.expand(probs.shape[1:]))
+        return project_categorical(atoms, probs.gather(0, chosen).squeeze(0), self.support)
+
+    def losses(self, outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Losses:
+        """The mean cross-entropy of every critic to the same targets; priorities are its mean over critics."""
+        errors = categorical_cross_entropy(outputs, targets)
+        mean = (targets @ self.support).mean()
+        return {"critic_loss": weighted_mean(errors, weights), "target_q_mean": mean}, errors.detach().mean(0)
+
+
+Head = ValueHead | QuantileHead | CategoricalHead

@@ -18,13 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting, UpdateResult, check_bound
-from rl_training.algorithms.critic_heads import Head, QuantileHead, ValueHead, least
+from rl_training.algorithms.critic_heads import CategoricalHead, Head, QuantileHead, ValueHead, least
+from rl_training.algorithms.reward_scale import ReturnScale
 from rl_training.errors import UserError
 from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 from rl_training.speed.optimizer import TargetNetwork
+from rl_training.speed.passes import NumpyPolicy
 
 CHOICES = {  # what settings that are words may be
-    "actor_q": ("min", "mean"), "joint_forward": ("none", "critics"), "observation_statistics": ("batches", "steps")
+    "actor_q": ("min", "mean"), "joint_forward": ("none", "critics", "both"),
+    "observation_statistics": ("batches", "steps"),
 }  # fmt: skip
 Masks = tuple[Tensor, ...] | None  # dropout masks [E, B, H] of an ensemble's hidden layers; None without dropout
 
@@ -67,14 +70,24 @@ class SAC(Algorithm):
     leaves out `top_quantiles_to_drop` quantiles per critic. `actor_q` is what the actor maximizes, the "min" or the
     "mean" of the critics' values; None: the mean where a subset is drawn or quantiles are predicted.
 
-    With `actor_first`, actor and temperature take their steps before the critics, not after them. The statistics of
-    normalized observations are those of "batches", or those of "steps", each of which counts once, when it is taken.
+    With `num_atoms`, critics predict probabilities of returns from `v_min` to `v_max`. A `return_bound` divides rewards
+    so that returns stay within it, and is where the atoms end unless they have ends of their own.
+
+    With `noise_repeat`, the noise of actions is held for up to so many steps (`hold`). With `actor_first`, actor and
+    temperature take their steps before the critics, not after them. The statistics of normalized observations are those
+    of "batches", or those of "steps", each of which counts once, when it is taken.
 
     Without `target_networks` the critics themselves value (s', a'). With batch statistics, a `joint_forward` evaluates
-    them on (s, a) and (s', a') in one pass, so that both are normalized by the statistics of both.
+    the "critics", or "both" critics and actor, on (s, a) and (s', a') in one pass, so that both are normalized by the
+    statistics of both.
     """
 
+    num_atoms = Setting(">= 1", None)
+    v_min = Setting(default=None)
+    v_max = Setting(default=None)
+    return_bound = Setting("> 0", None)
     actor_first = Setting(default=False)
+    noise_repeat = Setting(">= 1", 1)
     observation_statistics = Setting(default="batches")
     target_entropy_per_dimension = Setting(default=None)
     target_networks = Setting(default=True)
@@ -103,8 +116,8 @@ class SAC(Algorithm):
         if self.target_entropy is None:
             each = self.target_entropy_per_dimension
             self.target_entropy = model.action_dim * (-1.0 if each is None else each)
-        self.critic_optimizer = self.make_optimizer("critic_optimizer", model.critics.parameters())
-        self.actor_optimizer = self.make_optimizer("actor_optimizer", model.actor.parameters())
+        self.critic_optimizer = self.make_optimizer("critic_optimizer", model.critics)
+        self.actor_optimizer = self.make_optimizer("actor_optimizer", model.actor)
         start = torch.tensor(math.log(self.initial_alpha), device=self.device)
         self.log_alpha = nn.Parameter(start) if alpha == "auto" else None
         if self.log_alpha is not None:
@@ -119,14 +132,24 @@ class SAC(Algorithm):
         by_batch = bool(getattr(model, "by_batch", False))
         self.learning: dict[str, bool] = {"by_batch": True} if by_batch else {}  # the mode of networks that learn
         self.one_pass = by_batch and self.joint_forward != "none"
-        if self.observation_statistics == "steps" and model.actor.observation_input.norm is not None:
+        self.return_scale = None if self.return_bound is None else ReturnScale(self.return_bound).to(self.device)
+        self.norm_observes = self.observation_statistics == "steps" and model.actor.observation_input.norm is not None
+        if self.norm_observes or self.return_scale is not None:
             self.observes, self.graphs = True, (*self.graphs, "observe_step")
         self.last_actor: Tensor  # actor_loss and entropy_term of the last actor step
         self.register_buffer("last_actor", torch.zeros(2, device=self.device))
 
     def make_head(self) -> Head:
-        """What the critics predict: a value, or as many quantiles as they have outputs."""
-        return QuantileHead(self.top_quantiles_to_drop) if self.model.critics.outputs > 1 else ValueHead()
+        """What the critics predict: a value, or as many probabilities or quantiles as they have outputs."""
+        outputs = self.model.critics.outputs
+        if self.num_atoms is None:
+            return QuantileHead(self.top_quantiles_to_drop) if outputs > 1 else ValueHead()
+        low, high, bound = self.v_min, self.v_max, self.return_bound
+        if bound is not None:
+            low, high = -bound if low is None else low, bound if high is None else high
+        if low is None or high is None or low >= high:
+            raise UserError(f"v_min is {low} and v_max {high}; num_atoms needs two ends, or a return_bound.")
+        return CategoricalHead(torch.linspace(low, high, outputs, device=self.device))
 
     def check_axes(self) -> None:
         """Refuse settings that do not fit the critics, and decide those that are None."""
@@ -135,18 +158,24 @@ class SAC(Algorithm):
         if self.critic_subset_size > count:
             raise UserError(f"critic_subset_size is {size}; from 1 to {count} are possible.")
         outputs, dropped = self.model.critics.outputs, self.top_quantiles_to_drop
-        if outputs > 1 and dropped >= outputs:
+        if isinstance(self.head, QuantileHead) and dropped >= outputs:
             raise UserError(f"top_quantiles_to_drop is {dropped}; it must be below num_quantiles ({outputs}).")
         for name, choices in CHOICES.items():
             if (given := getattr(self, name)) not in (*choices, None):
                 raise UserError(f"{name} is {given!r}; it must be {' or '.join(map(repr, choices))}.")
         if self.actor_q is None:
-            self.actor_q = "mean" if outputs > 1 or self.critic_subset_size < count else "min"
+            averages = isinstance(self.head, QuantileHead) or self.critic_subset_size < count
+            self.actor_q = "mean" if averages else "min"
 
     @property
     def alpha(self) -> Tensor | float:
         """The temperature, fixed or tuned."""
         return self.numbers["alpha"] if self.log_alpha is None else self.log_alpha.detach().exp()
+
+    @property
+    def next_critics(self) -> Any:
+        """The critics that value the next state."""
+        return self.model.critics if self._target is None else self.target_critics
 
     def acting(self) -> nn.Module:
         """The actor."""
@@ -157,8 +186,31 @@ class SAC(Algorithm):
     def act(self, obs: Tensor, carry: Carry = None, *, deterministic: bool = False, **_: Any) -> ActOutput:
         """A sample of the policy, or tanh(mean)."""
         if deterministic:
-            return ActOutput(self.model.actor(obs))
-        return ActOutput(self.model.actor.draw(obs, self.draw_noise(obs)))
+            return ActOutput(self.model.actor(obs), carry=carry)
+        noise = self.draw_noise(obs)
+        if carry is not None:
+            carry = self.hold(noise, carry)
+            noise = carry[:, :-1]
+        return ActOutput(self.model.actor.draw(obs, noise), carry=carry)
+
+    def exploring_carry(self, n: int) -> Carry:
+        """With `noise_repeat`, the noise [n, A] and the steps for which it is still held [n, 1]."""
+        held = self.noise_repeat > 1
+        return torch.zeros(n, self.model.action_dim + 1, device=self.device) if held else None
+
+    def hold(self, noise: Tensor, carry: Tensor) -> Tensor:
+        """The noise of the carry, or new noise for n steps, in all environments the same n, with chance ~ 1 / n^2."""
+        lengths = torch.arange(1, self.noise_repeat + 1, device=noise.device)
+        chances = lengths.double().square().reciprocal().cumsum(0)
+        drawn = torch.rand((), generator=self.generator, dtype=torch.float64, device=noise.device)
+        length = 1.0 + (chances < drawn * chances[-1]).sum()
+        renew = carry[:, -1:] < 0.5
+        left = torch.where(renew, length, carry[:, -1:]) - 1.0
+        return torch.cat([torch.where(renew, noise, carry[:, :-1]), left.to(noise.dtype)], -1)
+
+    def numpy_policy(self) -> NumpyPolicy | None:
+        """As the base class; none with `noise_repeat`, which numpy has not."""
+        return None if self.noise_repeat > 1 else super().numpy_policy()
 
     def draw_noise(self, obs: Tensor) -> Tensor:
         """Standard normal noise [B, A] for actions at these observations."""
@@ -184,8 +236,7 @@ class SAC(Algorithm):
         self, batch: Batch, next_actions: Tensor, subset: Tensor | None, masks: tuple[Masks, Masks]
     ) -> tuple[Tensor, Tensor]:
         """What the critics predict at (s, a), and the target critics in the subset at (s', a')."""
-        model, (live, target), mode = self.model, masks, self.learning
-        critics = model.critics if self._target is None else self.target_critics
+        model, (live, target), mode, critics = self.model, masks, self.learning, self.next_critics
         now, later = (model.features(batch["obs"]), batch["actions"]), (model.features(batch["next_obs"]), next_actions)
         if not self.one_pass:
             with torch.no_grad():
@@ -230,9 +281,18 @@ class SAC(Algorithm):
         """For subclasses: losses whose `critic_loss` includes a penalty, given the critics' outputs at (s, a)."""
         return losses
 
-    def actor_step(self, obs: Tensor, noise: Tensor, masks: Masks = None) -> dict[str, Tensor]:
-        """Take one gradient step of the actor (eq. 9), then one of the temperature (eq. 18)."""
-        actions, logprobs = self.model.actor.sample(obs, noise, **self.learning)
+    def actor_step(
+        self, obs: Tensor, noise: Tensor, masks: Masks = None, next_obs: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Take one gradient step of the actor (eq. 9), then one of the temperature (eq. 18).
+
+        Batch statistics are those of `obs`, or with `next_obs` those of both.
+        """
+        if next_obs is None:
+            actions, logprobs = self.model.actor.sample(obs, noise, **self.learning)
+        else:
+            sampled = self.model.actor.sample(torch.cat([obs, next_obs]), noise.repeat(2, 1), **self.learning)
+            actions, logprobs = (half[: len(obs)] for half in sampled)
         outputs = self.model.critics(self.model.features(obs), actions, None, masks)
         losses = actor_loss(self.climbed(self.head.values(outputs)), logprobs, self.alpha)
         self.actor_optimizer.step(losses["actor_loss"])
@@ -240,9 +300,10 @@ class SAC(Algorithm):
             self.alpha_optimizer.step(temperature_loss(self.log_alpha, logprobs, self.target_entropy))
         return losses
 
-    def actor_part(self, obs: Tensor) -> None:
+    def actor_part(self, batch: Batch) -> None:
         """Draw, take the steps of actor and temperature, and keep their metrics."""
-        losses = self.actor_step(obs, self.draw_noise(obs), self.draw_masks(obs, self.num_critics))
+        obs, next_obs = batch["obs"], batch["next_obs"] if self.one_pass and self.joint_forward == "both" else None
+        losses = self.actor_step(obs, self.draw_noise(obs), self.draw_masks(obs, self.num_critics), next_obs)
         torch.stack([losses["actor_loss"].detach(), losses["entropy_term"].detach()], out=self.last_actor)
 
     def update_step(self, batch: Batch, with_actor: bool) -> tuple[dict[str, Any], Tensor]:
@@ -251,13 +312,15 @@ class SAC(Algorithm):
         Return metrics and priorities [B].
         """
         obs, every = batch["obs"], self.num_critics
+        if self.return_scale is not None:
+            batch = {**batch, "rewards": batch["rewards"] / self.return_scale.divisor()}
         if with_actor and self.actor_first:
-            self.actor_part(obs)
+            self.actor_part(batch)
         noise, subset = self.draw_noise(obs), self.draw_subset()
         masks = self.draw_masks(obs, every), self.draw_masks(obs, self.critic_subset_size)
         metrics, priorities = self.critic_step(batch, noise, subset, masks)
         if with_actor and not self.actor_first:
-            self.actor_part(obs)
+            self.actor_part(batch)
         if self._target is not None:
             self._target.polyak_(self.tau)
         last = dict(zip(("actor_loss", "entropy_term"), self.last_actor.clone().unbind(), strict=True))
@@ -265,14 +328,29 @@ class SAC(Algorithm):
 
     def observe(self, row: Mapping[str, Any]) -> None:
         """Move the running statistics."""
-        obs = torch.as_tensor(row["obs"], device=self.device)
-        valid = torch.ones(len(obs), dtype=torch.bool) if row["valid"] is None else torch.as_tensor(row["valid"])
-        self.observe_step(obs, valid.to(self.device))
+        scale, envs, count = self.return_scale, row.get("envs"), len(row["rewards"])
+        names = ("rewards", "terminated", "truncated", *["obs"] * self.norm_observes)
+        columns = {name: torch.as_tensor(row[name], device=self.device) for name in names}
+        valid = torch.ones(count, dtype=torch.bool) if row["valid"] is None else torch.as_tensor(row["valid"])
+        columns["valid"] = valid.to(self.device)
+        if scale is not None:
+            columns["returns"] = scale.returns_of(count, envs)
+        returns = self.observe_step(columns)
+        if scale is not None and returns is not None:
+            scale.keep(returns, envs)
 
     @torch.no_grad()
-    def observe_step(self, obs: Tensor, valid: Tensor) -> None:
-        """Add the valid ones of observations [N, ...] to the statistics of observations."""
-        self.model.actor.observation_input.update(obs, valid)
+    def observe_step(self, columns: Batch) -> Tensor | None:
+        """Add the valid ones of rows [N] to the statistics of observations and returns; give the returns after them."""
+        if "obs" in columns:
+            self.model.actor.observation_input.update(columns["obs"], columns["valid"])
+        if self.return_scale is None:
+            return None
+        ends = columns["terminated"] | columns["truncated"]
+        after: Tensor = self.return_scale.add(
+            columns["returns"], columns["rewards"], ends, columns["valid"], self.gamma
+        )
+        return after
 
     def learn(self, batch: Batch) -> UpdateResult:
         """Make one update; one of every `actor_update_interval` updates, the first or the last, includes the actor."""

@@ -26,10 +26,9 @@ def squared_distance(actions: Tensor, recorded: Tensor) -> Tensor:
     return (actions - recorded).square().sum(-1)
 
 
-def bc_actor_loss(q_values: Tensor, distances: Tensor, q_weight: Any, bc_coef: Any) -> dict[str, Tensor]:
-    """From the values [B] of mu(s) and its squared distances [B] to the recorded actions."""
-    scale = q_weight / q_values.detach().abs().mean()
-    return {"actor_loss": bc_coef * distances.mean() - scale * q_values.mean()}
+def bc_actor_loss(q_values: Tensor, distances: Tensor, size: Tensor, q_weight: Any, bc_coef: Any) -> dict[str, Tensor]:
+    """From the values [B] of mu(s), its squared distances [B] to the recorded actions, and the values' mean size."""
+    return {"actor_loss": bc_coef * distances.mean() - q_weight / size.detach() * q_values.mean()}
 
 
 class TD3BC(TD3):
@@ -63,4 +62,5 @@ class TD3BC(TD3):
         model = self.model
         first = self.actor_q == "first"
         q_values = model.q_values(obs, actions) if first else model.ensemble_values(obs, actions).amin(0)
-        return bc_actor_loss(q_values, squared_distance(actions, stored), self.q_weight, self.actor_bc_coef)
+        size = self.joint(q_values.abs().mean())
+        return bc_actor_loss(q_values, squared_distance(actions, stored), size, self.q_weight, self.actor_bc_coef)

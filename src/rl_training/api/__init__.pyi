@@ -15,6 +15,7 @@ from rl_training.api.algorithms import Dreamer as Dreamer
 from rl_training.api.algorithms import DroQ as DroQ
 from rl_training.api.algorithms import DuelingDQN as DuelingDQN
 from rl_training.api.algorithms import FQF as FQF
+from rl_training.api.algorithms import FlashSAC as FlashSAC
 from rl_training.api.algorithms import GAIL as GAIL
 from rl_training.api.algorithms import IMPALA as IMPALA
 from rl_training.api.algorithms import IQL as IQL
@@ -34,6 +35,7 @@ from rl_training.api.algorithms import RainbowDQN as RainbowDQN
 from rl_training.api.algorithms import ReBRAC as ReBRAC
 from rl_training.api.algorithms import SAC as SAC
 from rl_training.api.algorithms import SimBa as SimBa
+from rl_training.api.algorithms import SimBaV2 as SimBaV2
 from rl_training.api.algorithms import TD3 as TD3
 from rl_training.api.algorithms import TD3BC as TD3BC
 from rl_training.api.algorithms import TQC as TQC
@@ -64,6 +66,7 @@ __all__ = [
     "DroQ",
     "DuelingDQN",
     "FQF",
+    "FlashSAC",
     "GAIL",
     "IMPALA",
     "IQL",
@@ -85,6 +88,7 @@ __all__ = [
     "SAC",
     "Schedule",
     "SimBa",
+    "SimBaV2",
     "TD3",
     "TD3BC",
     "TQC",

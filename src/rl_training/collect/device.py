@@ -243,7 +243,7 @@ class DeviceStepCollector(DeviceCollector):
         for t, (for_reset, for_step) in enumerate(zip(noise["resets"], noise["steps"], strict=True)):
             is_random = t * len(ages) < request.random
             if not is_random or memory is not None:  # a memory reads every observation
-                out = self.actor.algorithm.act(obs, memory, is_first=ages == 0)
+                out = self.actor.algorithm.act_in_training(obs, memory, is_first=ages == 0)
                 actions, memory = out.actions, out.carry
             if is_random:
                 actions = self._act_randomly(request.hold)

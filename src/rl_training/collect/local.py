@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Algorithm, Array, Carry
+from rl_training.algorithms.base import Algorithm, Array, Carry, defines_explore
 from rl_training.data.store import Experience, ExperienceLayout, Request, Timed, untimed
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Step, Stepper, StepTold
 from rl_training.errors import UserError
 from rl_training.speed.capture import HostStep
 from rl_training.speed.passes import NumpyPolicy
+from rl_training.speed.recurrent_passes import NumpyMemory
 
 NOTHING = Experience(ExperienceLayout(0, 0, (), "float32"))
 
@@ -33,14 +34,18 @@ class Behaviour:
     def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, num_envs: int, rng: np.random.Generator) -> None:
         self.algorithm, self.spaces, self.rng = algorithm, spaces, rng
         self.device = algorithm.device
-        self.memory = algorithm.initial_carry(num_envs)
+        self.memory = algorithm.exploring_carry(num_envs)
         self.held: Array | None = None  # the last random actions
         self._explore = HostStep(self.explore, algorithm.numbers, algorithm.generator, self.device)
 
     def act(self, obs: Array, masks: Array | None, is_first: Array) -> tuple[Array, dict[str, Array]]:
         """Actions [N, ...] for encoded observations, and the values to store with them."""
         if self.numpy_policy is not None:
-            return self.numpy_policy(obs, masks, self.rng, False), {}
+            found = {}
+            if self.numpy_memory is not None:
+                obs, found["states"] = self.numpy_memory(obs, self.memory.numpy(), is_first)
+                self.memory = torch.from_numpy(found["states"])
+            return self.numpy_policy(obs, masks, self.rng, False), found
         given = {"obs": obs, "action_masks": masks, "is_first": None if self.memory is None else is_first}
         given = {name: array for name, array in given.items() if array is not None}
         found, self.memory = self._explore(given, self.memory)
@@ -50,13 +55,18 @@ class Behaviour:
     def explore(self, given: Mapping[str, Tensor], memory: Carry) -> tuple[dict[str, Tensor], Carry]:
         """Actions and extras on the device."""
         first, legal = given.get("is_first"), given.get("action_masks")
-        out = self.algorithm.act(given["obs"], memory, is_first=first, action_masks=legal)
+        out = self.algorithm.act_in_training(given["obs"], memory, is_first=first, action_masks=legal)
         return {**out.extras, "actions": out.actions}, out.carry
 
     @cached_property
     def numpy_policy(self) -> NumpyPolicy | None:
-        """The learner's policy in numpy, if it has one."""
-        return self.algorithm.policy_in_numpy()
+        """The learner's policy in numpy, if it has one that explores as the learner does."""
+        return None if defines_explore(type(self.algorithm)) else self.algorithm.numpy_policy()
+
+    @cached_property
+    def numpy_memory(self) -> NumpyMemory | None:
+        """The memory that this policy reads in place of observations, if it has one."""
+        return self.algorithm.numpy_memory()
 
     def act_randomly(self, count: int, masks: Array | None, hold: float) -> Array:
         """Uniform actions, each repeated for `hold` steps on average; with masks, a new legal one at every step."""
@@ -76,6 +86,9 @@ class Behaviour:
         obs, actions = (torch.from_numpy(array[:steps]).flatten(0, 1) for array in (experience.obs, experience.actions))
         legal = None if masks is None else torch.from_numpy(masks[:steps]).flatten(0, 1)
         policy: Any = self.algorithm.policy
+        if experience.states is not None:  # the memory's outputs are in the states after them
+            states = torch.from_numpy(experience.states[1 : steps + 1]).flatten(0, 1)
+            policy, obs = policy.heads, policy.memory.outputs_in(states)
         with torch.no_grad():
             logprobs = policy.distribution(obs, legal).log_prob(actions)
         experience.logprobs[:steps] = logprobs.view(steps, -1).numpy()

@@ -232,12 +232,12 @@ def build_on_model(learner: type[Learner], kind: type[nn.Module], params: Params
 
 
 def build_on_data(learner: type[Learner], kind: type[nn.Module], params: Any, spaces: EnvSpaces) -> Learner:
-    """As `build_on_model`, with observations normalized by the recorded data if the parameters say so."""
-    if not params.normalize_states:
+    """As `build_on_model`, with observations normalized by the recorded data if the parameters say so.
+
+    The wrapper `normalize_observation`, which a user has to ask for, replaces this.
+    """
+    if not params.normalize_states or spaces.normalize_observations:
         return build_on_model(learner, kind, params, spaces)
-    if spaces.normalize_observations:
-        both = "normalize_states is true, and env_kwargs.wrappers has normalize_observation"
-        raise UserError(f"{both}, which normalizes by other statistics; set one of them to false.")
     model = make_network(kind, params, spaces, observation_input=make_input(spaces, True, DatasetNorm))
     return learner(model=model, **params.arguments_of(learner))
 

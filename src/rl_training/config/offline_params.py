@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import nn
@@ -36,6 +36,10 @@ class OfflineParams(DatasetParams, ReplayParams):
         Reason(
             ("normalize_states",), "images have a scale of their own", where=lambda spaces: spaces.obs_kind == "image"
         ),
+        Reason(
+            ("normalize_states",), "env_kwargs.wrappers has normalize_observation, which replaces it",
+            where=lambda spaces: spaces.normalize_observations,
+        ),
     )
     fixed: ClassVar[Reasons] = (
         Reason(("offline_batch_ratio",), DIVIDED_ONCE),
@@ -52,7 +56,7 @@ class OfflineParams(DatasetParams, ReplayParams):
     normalize_states: bool = Field(
         False, description="Normalize observations by the mean and deviation of the recorded ones."
     )
-    reward_scale: float | Literal["return_range"] = Field(
+    reward_scale: Annotated[float, Field(gt=0)] | Literal["return_range"] = Field(
         1.0, description="Factor of all rewards; return_range: 1000 / (largest - smallest return of recorded episodes)."
     )
     reward_shift: float = Field(0.0, description="Added to all rewards after reward_scale.")

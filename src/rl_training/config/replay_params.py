@@ -32,7 +32,7 @@ EPISODES, STEPS = 10, 5_000  # limits of random play
 UNKNOWN = (-10.0, 10.0)  # if random play earns no reward: the support of Bellemare et al. 2017
 ROOM_ABOVE, ROOM_BELOW = 3.0, 1.0  # ranges of random returns that learning may gain, or lose
 # Why a number cannot be scheduled: the end of a sentence.
-BY_BATCH = ("batch_renorm",)  # architectures whose networks normalize by the statistics of a batch
+BY_BATCH = ("batch_renorm", "unit_batch_norm")  # architectures whose networks normalize by the statistics of a batch
 DIVIDED_ONCE = "batches are divided once, when the run is built"
 REPLAY_MEMORY = (
     "Where observations are kept: host, device (also in GPU memory), or auto: device if batches are large and all "
@@ -337,7 +337,7 @@ class TemperatureParams(AlphaParams):
     target_entropy: float | None = Field(None, description="Of alpha auto; null: minus the count of action dimensions.")
 
 
-RESIDUAL = ("residual",)  # architectures of blocks of one width
+RESIDUAL = ("residual", "hypersphere", "unit_batch_norm")  # architectures of blocks of one width
 
 
 class CriticParams(StrictModel):
@@ -345,6 +345,7 @@ class CriticParams(StrictModel):
 
     unused: ClassVar[Reasons] = (
         Reason(("top_quantiles_to_drop",), "num_quantiles is null", lambda p: p.num_quantiles is None),
+        Reason(("v_min", "v_max"), "num_atoms is null", lambda p: p.num_atoms is None),
         Reason(("tau",), "target_networks is false", lambda p: not p.target_networks),
         Reason(
             ("critic_dropout", "critic_layer_norm"), "architecture is {p.architecture}, and only an mlp has it",
@@ -356,16 +357,24 @@ class CriticParams(StrictModel):
         ),
     )
     at_most: ClassVar[Limits] = (("critic_subset_size", "num_critics"),)
-    fixed: ClassVar[Reasons] = (Reason(("critic_dropout",), "the critics are made with it"),)
+    fixed: ClassVar[Reasons] = (
+        Reason(("critic_dropout",), "the critics are made with it"),
+        Reason(("v_min", "v_max"), "the atoms are placed when the learner is built"),
+        Reason(("return_bound",), "the statistics of returns have it"),
+    )
 
-    architecture: Literal["mlp", "batch_renorm", "residual"] = Field(
+    architecture: Literal["mlp", "batch_renorm", "residual", "hypersphere", "unit_batch_norm"] = Field(
         "mlp",
         description="Layers of actor and critics: mlp; batch_renorm, an mlp with batch renormalization (CrossQ); "
-        "residual, one block with LayerNorm for each hidden size (SimBa).",
+        "residual, one block with LayerNorm for each hidden size (SimBa); hypersphere, the same with weights and "
+        "features of norm 1 (SimbaV2); unit_batch_norm, blocks with batch normalization and weights of norm 1 "
+        "(FlashSAC).",
     )
     target_networks: bool = Field(True, description="Value the next state by slowly moving copies of the critics.")
-    joint_forward: Literal["none", "critics"] = Field(
-        "none", description="Evaluate critics on state and next state in one pass, which batch statistics need."
+    joint_forward: Literal["none", "critics", "both"] = Field(
+        "none",
+        description="What learns by batch statistics of state and next state together, in one pass: critics, or both "
+        "critics and actor.",
     )
     num_critics: int = Field(2, ge=1, le=1_000, description="Number of critics, as one batched network.")
     critic_subset_size: int | None = Field(
@@ -379,6 +388,14 @@ class CriticParams(StrictModel):
     )
     top_quantiles_to_drop: int = Field(
         2, ge=0, description="Largest quantiles left out of the target, per critic, of all critics' quantiles together."
+    )
+    num_atoms: int | None = Field(
+        None, ge=2, le=10_001, description="Returns whose probabilities each critic predicts; null: its expectation."
+    )
+    v_min: float | None = Field(None, description="Smallest return of num_atoms; null: minus return_bound.")
+    v_max: float | None = Field(None, description="Largest return of num_atoms; null: return_bound.")
+    return_bound: float | None = Field(
+        None, gt=0, description="Divide rewards so that returns vary by 1 and are at most this; null: not."
     )
     critic_dropout: float = Field(0.0, ge=0, lt=1, description="Share of the critics' hidden units that are dropped.")
     critic_layer_norm: bool = Field(False, description="LayerNorm after each hidden layer of the critics.")
@@ -399,6 +416,22 @@ class CriticParams(StrictModel):
         if self.num_quantiles is not None and self.top_quantiles_to_drop >= self.num_quantiles:
             dropped = f"top_quantiles_to_drop is {self.top_quantiles_to_drop}"
             raise ValueError(f"{dropped}; it must be below num_quantiles ({self.num_quantiles})")
+        return self
+
+    @model_validator(mode="after")
+    def _atoms_have_ends(self) -> CriticParams:
+        if self.num_atoms is None:
+            return self
+        if self.num_quantiles is not None:
+            atoms = f"with num_atoms ({self.num_atoms}) it must be null"
+            raise ValueError(f"num_quantiles is {self.num_quantiles}; {atoms}")
+        low, high, bound = self.v_min, self.v_max, self.return_bound
+        if bound is not None:
+            low, high = -bound if low is None else low, bound if high is None else high
+        if low is None or high is None:
+            raise ValueError(f"num_atoms is {self.num_atoms}; give v_min and v_max, or a return_bound, too")
+        if low >= high:
+            raise ValueError(f"v_max is {high}; it must be above v_min ({low})")
         return self
 
     @property
@@ -439,10 +472,27 @@ class SACParams(CriticParams, TemperatureParams, ActorCriticParams):
         None, description="Of target_entropy null: its share of each action dimension; null: -1."
     )
     backup_entropy: bool = Field(True, description="Include the entropy in the critics' targets, as SAC does.")
+    learning_rate_decay: Literal["none", "linear", "cosine"] = Field(
+        "none", description="How the learning rates fall to half of their values in the course of a run."
+    )
+    noise_repeat: int = Field(
+        1, ge=1, le=1_000, description="Most steps for which noise in actions is held, n steps with chance ~ 1 / n^2."
+    )
     actor_first: bool = Field(False, description="Update actor and temperature before the critics, not after them.")
     observation_statistics: Literal["batches", "steps"] = Field(
         "batches", description="What moves the statistics of normalized observations: every batch, or every new step."
     )
+
+
+    def built_in_schedules(self) -> dict[str, Schedule]:
+        """As the base class, plus learning rates that fall."""
+        inherited, how = super().built_in_schedules(), self.learning_rate_decay
+        if how == "none":
+            return inherited
+        names = [name for name in ("learning_rate", "critic_learning_rate", "actor_learning_rate")
+                 if getattr(self, name) is not None and name not in self.find_unused()]  # fmt: skip
+        rates = {name: getattr(self, name) for name in names}
+        return inherited | {name: Schedule(type=how, start=rate, end=0.5 * rate) for name, rate in rates.items()}
 
 
 class ModelParams(CriticWidths, TemperatureParams):

@@ -16,16 +16,14 @@ from rl_training.data.episode_replay import EpisodeReplayBuffer, Returns
 from rl_training.data.memory import as_tensors
 from rl_training.data.recorded_store import PriorReplayStore, describe_origin
 from rl_training.data.replay_store import make_buffer
-from rl_training.data.store import Experience, StoreContext
+from rl_training.data.store import Experience, Store, StoreContext
 from rl_training.errors import UserError
 
 RETURN_RANGE = 1_000.0  # the range of the returns of recorded episodes after reward_scale 'return_range'
 
 
-def scale_of(params: Any, dataset: TransitionDataset) -> float:
-    """The number that `reward_scale` stands for."""
-    if params.reward_scale != "return_range":
-        return float(params.reward_scale)
+def scale_returns(dataset: TransitionDataset) -> float:
+    """The number that `reward_scale` 'return_range' stands for."""
     returns = dataset.episode_returns
     if returns.max() <= returns.min():
         raise UserError(
@@ -70,7 +68,9 @@ class OfflineStore(PriorReplayStore):
     def __init__(self, context: StoreContext) -> None:
         self.steps_environments = context.params.facts.steps_environments
         self.column = context.params.recorded_column  # that a batch has in addition; empty: none
-        self.returns = Returns(context.params.gamma)
+        self.is_scaled_by_data = isinstance(context.params.reward_scale, str)
+        scale = 1.0 if self.is_scaled_by_data else context.params.reward_scale
+        self.returns = Returns(context.params.gamma, scale, context.params.reward_shift)
         self.normalizer_is_set = False
         super().__init__(context)
         if self.dataset is not None:
@@ -78,9 +78,10 @@ class OfflineStore(PriorReplayStore):
 
     def _prepare(self, dataset: TransitionDataset) -> None:
         """The recorded rows as the learner gets them, and their additional column."""
-        params, returns = self.params, self.returns
-        returns.scale, returns.shift = scale_of(params, dataset), params.reward_shift
-        if self.column == "returns_to_go" and params.sparse_rewards:
+        returns = self.returns
+        if self.is_scaled_by_data:
+            returns.scale = scale_returns(dataset)
+        if self.column == "returns_to_go" and self.params.sparse_rewards:
             returns.failure = returns.scale * float(dataset.rewards.min()) + returns.shift
         self.more: dict[str, Array] = {}
         if self.column == "next_actions":
@@ -93,8 +94,7 @@ class OfflineStore(PriorReplayStore):
     @property
     def needs_data(self) -> bool:
         """Whether any batch holds recorded data, or something else is read from it."""
-        params, scaled = self.params, isinstance(self.params.reward_scale, str)
-        reads = params.normalize_states or scaled or self.column == "returns_to_go"
+        reads = self.params.normalize_states or self.is_scaled_by_data or self.column == "returns_to_go"
         return super().needs_data or reads or not self.steps_environments
 
     def make_buffer(self, context: StoreContext) -> Any:
@@ -150,3 +150,12 @@ class OfflineStore(PriorReplayStore):
         if isinstance(self.buffer, EpisodeReplayBuffer) and not self.buffer.complete.any():
             return self._offline(self.params.batch_size)
         return super().sample()
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of `PriorReplayStore`; without environment steps, there is no replay."""
+        state = super().state_dict()
+        return {name: value for name, value in state.items() if name != "replay" or self.steps_environments}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`."""
+        return super().load_state_dict(state) if self.steps_environments else Store.load_state_dict(self, state)

@@ -276,20 +276,13 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
         kwargs = follow_robot(known, kwargs) | {"render_mode": render_mode}
     hear_mujoco(known)
     maker = recipe.maker
-    from_pool = maker is None and is_pool(recipe.env_id)
-    if maker is None and ":" in recipe.env_id and not recipe.may_import and not from_pool:
+    if maker is None and ":" in recipe.env_id and not recipe.may_import and not is_pool(recipe.env_id):
         check_module("env_id", recipe.env_id, "env")
     try:
-        if from_pool:
-            return PoolEnvironment(recipe.env_id, recipe.vector_options, render_mode)
         if maker is None and looks_like_entry_point(recipe.env_id):
             maker = import_entry_point("env_id", recipe.env_id, gym.Env, recipe.named_by_user, "--env ", "env")
         if maker is None:
-            register_on_demand(recipe.env_id)
-            spec: Any = copy.deepcopy(gym.registry.get(recipe.env_id, recipe.env_id))
-            if not isinstance(spec, str):
-                spec.order_enforce = False  # saves a wrapper call per step; this package calls reset before step anyway
-            return gym.make(spec, recipe.max_episode_steps, disable_env_checker=True, **kwargs)
+            return _make_by_id(recipe, render_mode, kwargs)
         env: Any = maker(**kwargs)
     except UserError:
         raise
@@ -318,6 +311,17 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
     if not isinstance(env, gym.Env):
         raise UserError(f"{recipe.env_id} made a {type(env).__name__}; it must make a gymnasium.Env.")
     return gym.wrappers.TimeLimit(env, limit) if limit else env
+
+
+def _make_by_id(recipe: EnvRecipe, render_mode: str | None, kwargs: Mapping[str, Any]) -> Env:
+    """Make an environment of EnvPool's own, or one that is registered with Gymnasium."""
+    if is_pool(recipe.env_id):
+        return PoolEnvironment(recipe.env_id, recipe.vector_options, render_mode)
+    register_on_demand(recipe.env_id)
+    spec: Any = copy.deepcopy(gym.registry.get(recipe.env_id, recipe.env_id))
+    if not isinstance(spec, str):
+        spec.order_enforce = False  # saves a wrapper call per step; this package calls reset before step anyway
+    return gym.make(spec, recipe.max_episode_steps, disable_env_checker=True, **kwargs)
 
 
 def explain(error: BaseException, recipe: EnvRecipe) -> UserError:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
+from rl_training.ops.moments import merge_moments, moments_of_sums
 from rl_training.speed.passes import Array, Columns, NumpyPolicy, NumpyStep, numpy_chain, numpy_step
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -149,7 +150,7 @@ class ObservationNorm(nn.Module):
         mean, var, rows = obs.mean(0), obs.var(0, correction=0), float(len(obs))
         if self.ranks is not None:
             (mean, var), rows = self.ranks.moments(mean, var), rows * self.ranks.count
-        self._add(mean, var, rows)
+        self._add(rows, mean, var)
 
     @torch.no_grad()
     def update_where(self, obs: Tensor, valid: Tensor) -> None:
@@ -162,19 +163,13 @@ class ObservationNorm(nn.Module):
         sums = torch.cat([valid.double().sum().view(1), rows.sum(0), rows.square().sum(0)])
         if self.ranks is not None:
             sums = self.ranks.mean_(sums) * self.ranks.count
-        (count, total, squares), most = sums.split([1, obs.shape[1], obs.shape[1]]), sums[0].clamp(min=1.0)
-        mean = total / most
-        self._add(mean.to(obs.dtype), (squares / most - mean.square()).clamp(min=0.0).to(obs.dtype), count.squeeze())
+        count, mean, var = moments_of_sums(sums)
+        self._add(count, mean.to(obs.dtype), var.to(obs.dtype))
 
-    def _add(self, mean: Tensor, var: Tensor, rows: float | Tensor) -> None:
-        """Chan's parallel formula."""
-        total = self.count + rows
-        delta = mean - self.mean
-        share = (rows / total).to(delta.dtype)
-        spread = self.var * (1 - share) + var * share + delta.square() * share * (1 - share)
-        self.mean.add_(delta * share)
-        self.var.copy_(spread)
-        self.count.copy_(total)
+    def _add(self, rows: float | Tensor, mean: Tensor, var: Tensor) -> None:
+        moments = merge_moments((self.count, self.mean, self.var), rows, mean, var)
+        for held, value in zip((self.count, self.mean, self.var), moments, strict=True):
+            held.copy_(value)
 
     def numpy_step(self) -> NumpyStep | None:
         """The same in numpy."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,15 +50,30 @@ class BatchedLinear(nn.Module):
         return torch.baddbmm(self.bias, x, self.weight)
 
 
+class Shape(NamedTuple):
+    """The shape of a network, which reads only these `columns` of its inputs if they are given.
+
+    A head of several layers is one for each of so many `groups` of outputs.
+    """
+
+    inputs: int
+    hidden_sizes: Sequence[int]
+    outputs: int = 1
+    activation: str = "relu"
+    columns: Sequence[int] | None = None
+    groups: int = 1
+
+
 class Body(nn.Module):
     """E networks of one shape: rows [B, I], the same for all, or [E, B, I] -> [E, B, O]."""
 
     by_batch = False  # whether `forward` takes this, to normalize by the statistics of its batch
     bounds_log_std = False  # whether tanh bounds the log deviations of an actor with this body; else they are clipped
 
-    def __init__(self, num_members: int, inputs: int, columns: Sequence[int] | None) -> None:
+    def __init__(self, num_members: int, shape: Shape) -> None:
         super().__init__()
-        self.num_members, self.inputs = num_members, inputs if columns is None else len(columns)
+        self.num_members, columns = num_members, shape.columns
+        self.inputs = shape.inputs if columns is None else len(columns)
         self.columns = None if columns is None else Columns(columns)
 
     def rows(self, x: Tensor) -> Tensor:
@@ -72,16 +87,13 @@ class BatchRenormBody(Body):
 
     by_batch = True
 
-    def __init__(
-        self, *, num_members: int, inputs: int, hidden_sizes: Sequence[int], outputs: int, activation: str,
-        columns: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(num_members, inputs, columns)
-        widths = [self.inputs, *hidden_sizes]
+    def __init__(self, num_members: int, shape: Shape) -> None:
+        super().__init__(num_members, shape)
+        widths = [self.inputs, *shape.hidden_sizes]
         self.norms = nn.ModuleList(BatchRenorm(num_members, width) for width in widths)
         self.hidden = nn.ModuleList(BatchedLinear(num_members, *sizes) for sizes in pairwise(widths))
-        self.head = BatchedLinear(num_members, widths[-1], outputs, orthogonal(1.0))
-        self.activation = activation_layer(activation)
+        self.head = BatchedLinear(num_members, widths[-1], shape.outputs, orthogonal(1.0))
+        self.activation = activation_layer(shape.activation)
 
     def forward(self, x: Tensor, by_batch: bool = False) -> Tensor:
         """Outputs, from running statistics, or `by_batch` from those of these rows."""
@@ -127,19 +139,16 @@ class ResidualBody(Body):
 
     bounds_log_std = True
 
-    def __init__(
-        self, *, num_members: int, inputs: int, hidden_sizes: Sequence[int], outputs: int, activation: str,
-        columns: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(num_members, inputs, columns)
-        width = width_of_blocks(hidden_sizes, self.inputs)
+    def __init__(self, num_members: int, shape: Shape) -> None:
+        super().__init__(num_members, shape)
+        width, sizes = width_of_blocks(shape.hidden_sizes, self.inputs), shape.hidden_sizes
         self.embed: nn.Module = nn.Identity()
         self.norm: nn.Module = nn.Identity()
-        if hidden_sizes:
+        if sizes:
             self.embed = BatchedLinear(num_members, self.inputs, width, orthogonal(1.0))
             self.norm = BatchedLayerNorm(num_members, width)
-        self.blocks = nn.Sequential(*(ResidualBlock(num_members, width, activation) for _ in hidden_sizes))
-        self.head = BatchedLinear(num_members, width, outputs, orthogonal(1.0))
+        self.blocks = nn.Sequential(*(ResidualBlock(num_members, width, shape.activation) for _ in sizes))
+        self.head = BatchedLinear(num_members, width, shape.outputs, orthogonal(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs."""
@@ -155,18 +164,17 @@ def width_of_blocks(hidden_sizes: Sequence[int], inputs: int) -> int:
     return hidden_sizes[0] if hidden_sizes else inputs
 
 
-BODIES: dict[str, Any] = {"batch_renorm": BatchRenormBody, "residual": ResidualBody}
-
-
 class BodyCritics(nn.Module):
     """E critics with a body: (features [B, F], actions [B, A]) -> [E, B], or [E, B, outputs] for several outputs."""
 
+    dropout = 0.0
+
     def __init__(
-        self, *, architecture: str, num_critics: int, encoder: nn.Module | None = None, outputs: int = 1, **shape: Any
+        self, *, body: type[Body], num_critics: int, encoder: nn.Module | None = None, outputs: int = 1, **shape: Any
     ) -> None:
         super().__init__()
         self.num_members, self.outputs, self.encoder = num_critics, outputs, encoder
-        self.body = BODIES[architecture](num_members=num_critics, outputs=outputs, **shape)
+        self.body = body(num_critics, Shape(outputs=outputs, **shape))
 
     def draw_masks(self, members: int, rows: int, generator: torch.Generator) -> None:
         """There is no dropout."""

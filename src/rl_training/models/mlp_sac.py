@@ -12,12 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.models.blocks import ActorAndCritics, ObservationNetwork, mlp
-from rl_training.models.bodies import BODIES, BodyCritics
+from rl_training.models.bodies import BatchRenormBody, Body, BodyCritics, ResidualBody, Shape
+from rl_training.models.hypersphere import BatchNormBody, SphericalBody
 from rl_training.ops.policy import tanh_log_det
 from rl_training.speed.passes import Array, NumpyPolicy
 
 LOG_STD_RANGE = (-20.0, 2.0)
 TANH_LOG_STD_RANGE = (-10.0, 2.0)  # of SimBa and its successors: a raw 0 is -4
+BODIES: dict[str, type[Body]] = {  # by architecture; "mlp" has none
+    "batch_renorm": BatchRenormBody, "residual": ResidualBody, "hypersphere": SphericalBody,
+    "unit_batch_norm": BatchNormBody,
+}  # fmt: skip
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
@@ -40,12 +45,13 @@ class SquashedGaussianActor(ObservationNetwork):
     ) -> None:  # fmt: skip
         super().__init__(**inputs)
         self.action_dim = action_dim
-        layers: dict[str, Any] = {"hidden_sizes": hidden_sizes, "outputs": 2 * action_dim, "activation": activation}
-        self.bounds_log_std = architecture != "mlp" and BODIES[architecture].bounds_log_std
-        if architecture == "mlp":
-            self.network: nn.Module = mlp(self.input_dim, **layers, output_gain=0.01, columns=columns)
+        shape = Shape(self.input_dim, hidden_sizes, 2 * action_dim, activation, columns, groups=2)
+        body = BODIES.get(architecture)
+        self.bounds_log_std = body is not None and body.bounds_log_std
+        if body is None:
+            self.network: nn.Module = mlp(*shape[:4], output_gain=0.01, columns=columns)
         else:
-            self.network = BODIES[architecture](num_members=1, inputs=self.input_dim, **layers, columns=columns)
+            self.network = body(1, shape)
 
     def forward(self, obs: Tensor) -> Tensor:
         """The deterministic action tanh(mean)."""
@@ -93,26 +99,28 @@ class SquashedGaussianActor(ObservationNetwork):
 class MLPSACModel(ActorAndCritics):
     """`actor`, `critics`, and `sample_actions(obs)` -> actions, logprobs; `q_values(obs, actions)` is [E, B].
 
-    With `num_quantiles` K, critics and `q_values` have K outputs each: [E, B, K]. The `architecture` is "mlp", which
-    may have LayerNorm and dropout in the critics, or the name of one of `BODIES`.
+    With `num_quantiles` or `num_atoms` K, critics and `q_values` have K outputs each: [E, B, K]. The `architecture` is
+    "mlp", which may have LayerNorm and dropout in the critics, or the name of one of `BODIES`.
     """
 
     def __init__(
         self, *, obs_dim: int, action_dim: int, num_critics: int = 2, critic_layer_norm: bool = False,
-        critic_dropout: float = 0.0, num_quantiles: int | None = None, architecture: str = "mlp", **options: Any,
+        critic_dropout: float = 0.0, num_quantiles: int | None = None, num_atoms: int | None = None,
+        architecture: str = "mlp", **options: Any,
     ) -> None:  # fmt: skip
         of_mlp = {"layer_norm": critic_layer_norm, "dropout": critic_dropout}
-        options |= of_mlp if architecture == "mlp" else {"architecture": architecture}
+        body = BODIES.get(architecture)
+        options |= of_mlp if body is None else {"body": body}
         super().__init__(
             partial(SquashedGaussianActor, architecture=architecture), obs_dim=obs_dim, action_dim=action_dim,
-            num_critics=num_critics, outputs=num_quantiles or 1, **options,
+            num_critics=num_critics, outputs=num_quantiles or num_atoms or 1, **options,
         )  # fmt: skip
         self.num_critics = num_critics
-        self.by_batch = architecture != "mlp" and BODIES[architecture].by_batch
+        self.by_batch = body is not None and body.by_batch
 
     def make_critics(self, **options: Any) -> Any:
-        """Critics of the architecture, which is given unless it is "mlp"."""
-        return BodyCritics(**options) if "architecture" in options else super().make_critics(**options)
+        """Critics with this body, or MLPs."""
+        return BodyCritics(**options) if "body" in options else super().make_critics(**options)
 
     def sample_actions(self, obs: Tensor, generator: torch.Generator | None = None) -> SampledActions:
         """Draw actions, with their log-probabilities."""

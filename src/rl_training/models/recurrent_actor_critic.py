@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from rl_training.models.blocks import ObservationInput, ObservationNetwork
 from rl_training.models.memory import Memory, Recall
 from rl_training.models.mlp_actor_critic import Evaluation, MLPActorCritic
+from rl_training.speed.passes import NumpyPolicy
+from rl_training.speed.recurrent_passes import NumpyMemory
 
+KEEP_BIAS = 1.0  # as in IMPALA's LSTM; with 0, half of the state is gone after a step
 
 class RolloutEvaluation(NamedTuple):
     """An `Evaluation` [M, L], and the values [M] of one more observation after each sequence."""
@@ -33,7 +36,7 @@ class RecurrentActorCritic(ObservationNetwork):
         observation_input: ObservationInput | None = None, encoder: nn.Module | None = None, **heads: Any,
     ) -> None:  # fmt: skip
         super().__init__(obs_dim=obs_dim, observation_input=observation_input, encoder=encoder)
-        self.memory = Memory(memory, self.input_dim, memory_size, memory_layers)
+        self.memory = Memory(memory, self.input_dim, memory_size, memory_layers, KEEP_BIAS)
         self.heads = MLPActorCritic(obs_dim=memory_size, **heads)
 
     def remember(self, obs: Tensor, state: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,6 +71,17 @@ class RecurrentActorCritic(ObservationNetwork):
         outputs = self.outputs(obs, state, starts)
         found = self._evaluate(outputs[:, :-1], actions, action_masks)
         return RolloutEvaluation(*found, self.heads.values(outputs[:, -1]))
+
+    def numpy_memory(self) -> NumpyMemory | None:
+        """What the heads read, and the states after it, in numpy; None where torch is as fast."""
+        prepare, remember = self.numpy_form(), self.memory.numpy_memory()
+        if prepare is None or remember is None:
+            return None
+        return lambda obs, states, starts: remember(prepare(obs, None), states, starts)
+
+    def numpy_policy(self) -> NumpyPolicy | None:
+        """The heads in numpy, on what `numpy_memory` returns; None without it."""
+        return None if self.numpy_memory() is None else self.heads.numpy_policy()
 
     def _evaluate(self, outputs: Tensor, actions: Tensor, action_masks: Tensor | None) -> Evaluation:
         masks = None if action_masks is None else action_masks.flatten(0, 1)

@@ -14,8 +14,8 @@ import gymnasium
 import numpy as np
 import torch
 
-from rl_training.algorithms.actor_critic import RewardScale
-from rl_training.algorithms.base import Algorithm
+from rl_training.algorithms.base import Algorithm, defines_explore
+from rl_training.algorithms.reward_scale import RunningReturns
 from rl_training.collect.device import DeviceCollector, DeviceStepCollector, SimulatorCollector
 from rl_training.collect.local import Behaviour, Collector, LocalCollector
 from rl_training.collect.worker_collector import FirstComers, WorkerCollector
@@ -114,7 +114,7 @@ class Session(Plan):
     def forget_returns(self) -> None:
         """Drop the learner's running return of each environment."""
         for part in self.algorithm.modules():
-            if isinstance(part, RewardScale):
+            if isinstance(part, RunningReturns):
                 part.forget_episodes()
 
     def close(self) -> None:
@@ -141,6 +141,8 @@ def check(config: TrainConfig, env: UserEnv | None, restored: Mapping[str, Any] 
         config = fit_ranks(config, spec.lane)
     names = (*config.named, *(env if isinstance(env, tuple) else ()))
     params = resolve_network(read_params(spec.params, config.algo_kwargs), names)
+    if ranks.count > 1 and not params.facts.steps_environments:
+        raise UserError("offline_updates is null; with several learners (torchrun) it must be a number.")
     recipe = read_recipe(config.env_id, config.env_kwargs, names if env is None or isinstance(env, tuple) else env)
     check_settings(config, spec, params, recipe)
     spaces, problems, _ = probe(recipe, config.vectorization)
@@ -319,6 +321,8 @@ def check_settings(config: TrainConfig, spec: AlgorithmSpec, params: Params, rec
         for name, fits in {"num_envs": 1, "execution_backend": "local_sync", "vectorization": "sync"}.items():
             if (value := getattr(config, name)) not in (fits, "auto"):
                 raise UserError(f"env is a single environment instance, but {name} is {value!r}; {GIVE_ONE}.")
+    if defines_explore(spec.learner) and spec.lane != "replay":
+        raise UserError(f"{spec.name} defines explore, which only learners from replay may; override act instead.")
     for name in config.loggers:  # one that fails later does not end a run
         if name != "tensorboard" and find_spec(name) is None:  # tensorboard is always installed
             raise UserError(f"loggers names {name!r}, which is not installed: pip install 'rl-training[{name}]'.")

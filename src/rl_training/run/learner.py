@@ -293,7 +293,7 @@ class ActingSession:
 
         # not a method: a reference cycle would keep the session's graphs until garbage collection
         self._step = HostStep(decide, algorithm.numbers, self.generator, algorithm.device)
-        self._numpy_policy = algorithm.policy_in_numpy()
+        self._numpy_policy, self._numpy_memory = algorithm.numpy_policy(), algorithm.numpy_memory()
         self._lock = acting_lock(algorithm)
         self.forget()
 
@@ -306,6 +306,10 @@ class ActingSession:
         """Actions of the policy for encoded observations [N, ...]."""
         with self._lock:
             if self._numpy_policy is not None:
+                if self._numpy_memory is not None:
+                    begins = np.zeros(len(obs), dtype=bool) if is_first is None else is_first
+                    obs, states = self._numpy_memory(obs, self.carry.numpy(), begins)
+                    self.carry = torch.from_numpy(states)
                 return self._numpy_policy(obs, masks, self.rng, self.deterministic)
             given = {"obs": obs, "action_masks": masks, "is_first": is_first}
             arrays = {name: np.ascontiguousarray(array) for name, array in given.items() if array is not None}

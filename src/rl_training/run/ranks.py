@@ -103,6 +103,11 @@ class TorchRanks(Ranks):
         self._call(dist.all_reduce, tensor)
         return tensor.div_(self.count)
 
+    def largest_(self, tensor: Tensor) -> Tensor:
+        """The largest over the ranks, element by element, in place."""
+        self._call(dist.all_reduce, tensor, dist.ReduceOp.MAX)
+        return tensor
+
     def moments(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance (divided by the number of rows) of all ranks' rows; each rank has the same number."""
         own = torch.stack([mean, var]).double()

@@ -106,7 +106,7 @@ def build(learner: type[QLearning], params: DQNParams, spaces: EnvSpaces) -> QLe
     The layer after the convolutions belongs to the head, so it is noisy, or one per stream, as in the papers. In IQN
     and FQF it comes after the product of the convolutions' features with the embedded fractions.
     """
-    _, network, outputs = next(HEADS[part] for part in learner.__mro__ if part in HEADS)  # also of a subclass
+    _, network, outputs = next(HEADS[part] for part in learner.__mro__ if part in HEADS)  # a subclass has its base's
     others: dict[str, Any] = {"num_outputs": getattr(params, outputs)} if outputs else {}
     if spaces.obs_kind == "image" and params.network is None:
         encoder = ImageEncoder(spaces.obs_shape, out_dim=0)

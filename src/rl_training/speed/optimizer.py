@@ -89,8 +89,8 @@ class Optimizer(nn.Module):
 
     It is a module, so that its moments are in the algorithm's `state_dict`. `learning_rate`, `eps` and `max_grad_norm`
     may be names in the table `numbers`, which is read at every step; of two names the first that is set counts.
-    `weight_decay` is AdamW's. `after_step` is called after every step, to put the parameters back where the network
-    needs them: it changes them in place.
+    `weight_decay` is AdamW's. The optimizer of a module calls `project_()` of each of its parts that has this method,
+    after every step: it puts parameters back where they must be, in place, as a function of tensors.
     """
 
     ranks: Any = None  # the other learners of a distributed run (run/ranks.py); None in a run of one process
@@ -99,10 +99,9 @@ class Optimizer(nn.Module):
     max_grad_norm = _number("max_grad_norm")
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], *, learning_rate: float | str | tuple[str, str], kind: str = "adam",
-        eps: float | str = 1e-8, max_grad_norm: float | str | None = None, decay: float = 0.99,
+        self, parameters: nn.Module | Iterable[nn.Parameter], *, learning_rate: float | str | tuple[str, str],
+        kind: str = "adam", eps: float | str = 1e-8, max_grad_norm: float | str | None = None, decay: float = 0.99,
         beta1: float = 0.9, weight_decay: float = 0.01, numbers: Mapping[str, Any] | None = None,
-        after_step: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if kind not in OPTIMIZERS:
@@ -112,11 +111,14 @@ class Optimizer(nn.Module):
         self._options = {"learning_rate": rates, "eps": (eps,), "max_grad_norm": (max_grad_norm,)}
         if self.learning_rate < 0:
             raise UserError(f"learning_rate is {self.learning_rate}; it must be at least 0.")
+        parts: Iterable[Any] = ()
+        if isinstance(parameters, nn.Module):
+            parts, parameters = parameters.modules(), parameters.parameters()
+        self._projected = tuple(part for part in parts if hasattr(part, "project_"))
         params, flat = flatten_parameters(parameters)
         self._params, self.flat = tuple(params), flat  # plain attributes: the networks own the parameters
         self._one = flat.new_ones(())
         self.kind, self.decay, self.beta1, self.weight_decay = kind, decay, beta1, weight_decay
-        self._after_step = after_step
         self.mean: Tensor
         self.square: Tensor
         self.steps: Tensor
@@ -169,8 +171,8 @@ class Optimizer(nn.Module):
         if longest is not None and (not norm.is_cpu or norm.item() > longest):  # reading the norm is free on a CPU
             grad.mul_((longest / (norm + 1e-6)).clamp_(max=1.0))
         self._move(grad)
-        if self._after_step is not None:
-            self._after_step()
+        for part in self._projected:
+            part.project_()
         return norm
 
     def _move(self, grad: Tensor) -> None:
