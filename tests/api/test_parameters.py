@@ -92,7 +92,8 @@ HAS_CRITICS = [name for name, spec in SPECS.items() if "critic_hidden_sizes" in 
 @pytest.mark.parametrize("algo", HAS_CRITICS)
 def test_actor_and_critics_may_have_different_widths(algo: str, tmp_path: Path) -> None:
     managed = managed_class(SPECS[algo].class_name)
-    widths_of_critics = [11, 11] if algo == "simba" else [11, 9]  # residual blocks have one width
+    architecture = getattr(SPECS[algo].params(), "architecture", "mlp")
+    widths_of_critics = [11, 9] if architecture in ("mlp", "batch_renorm") else [11, 11]  # blocks have one width
     made = trained(managed, tmp_path, hidden_sizes=[13], critic_hidden_sizes=widths_of_critics)
     found = made.get_parameters()
     widths = {"actor": set[int](), "critic": set[int]()}
