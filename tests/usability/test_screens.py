@@ -46,7 +46,7 @@ VARYING = (  # what differs from machine to machine or from run to run
     (re.compile(r"-?[\d.]+ ± [\d.]+"), "<return>"),
     (re.compile(r" +$", re.M), ""),
     (re.compile(r"(?<=return)( +)[\d.]+(?= over the last)"), r"\1<return>"),
-    (re.compile(r"(?<=known: )a2c, appo, [^;.]*"), "<algorithms>"),
+    (re.compile(r"(?<=known: )a2c, appo, (?:[^;.]|\.\.\.)*"), "<algorithms>"),
     (re.compile(r"(?<=survives )[\d,]+ steps?|\d+ terminated, \d+ truncated in [\d,]+ steps?"), "<count>"),
 )
 TINY = "--total-timesteps 128 --num-envs 1 --eval-episodes 1 --set eval_interval=128"
