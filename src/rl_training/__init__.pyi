@@ -29,6 +29,7 @@ from rl_training.algorithms.ppo import PPO as PPOAlgorithm
 from rl_training.algorithms.pqn import PQN as PQNAlgorithm
 from rl_training.algorithms.dqn import DQN as PrioritizedDQNAlgorithm
 from rl_training.algorithms.qr_dqn import QRDQN as QRDQNAlgorithm
+from rl_training.algorithms.dqn import DQN as R2D2Algorithm
 from rl_training.algorithms.sac import SAC as REDQAlgorithm
 from rl_training.algorithms.rlpd import RLPD as RLPDAlgorithm
 from rl_training.algorithms.c51_dqn import C51DQN as RainbowDQNAlgorithm
@@ -70,6 +71,7 @@ from rl_training.api.algorithms import PPO as PPO
 from rl_training.api.algorithms import PQN as PQN
 from rl_training.api.algorithms import PrioritizedDQN as PrioritizedDQN
 from rl_training.api.algorithms import QRDQN as QRDQN
+from rl_training.api.algorithms import R2D2 as R2D2
 from rl_training.api.algorithms import REDQ as REDQ
 from rl_training.api.algorithms import RLPD as RLPD
 from rl_training.api.algorithms import RainbowDQN as RainbowDQN
@@ -155,6 +157,8 @@ __all__ = [
     "PrioritizedDQNAlgorithm",
     "QRDQN",
     "QRDQNAlgorithm",
+    "R2D2",
+    "R2D2Algorithm",
     "REDQ",
     "REDQAlgorithm",
     "RLPD",

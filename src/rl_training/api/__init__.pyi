@@ -29,6 +29,7 @@ from rl_training.api.algorithms import PPO as PPO
 from rl_training.api.algorithms import PQN as PQN
 from rl_training.api.algorithms import PrioritizedDQN as PrioritizedDQN
 from rl_training.api.algorithms import QRDQN as QRDQN
+from rl_training.api.algorithms import R2D2 as R2D2
 from rl_training.api.algorithms import REDQ as REDQ
 from rl_training.api.algorithms import RLPD as RLPD
 from rl_training.api.algorithms import RainbowDQN as RainbowDQN
@@ -81,6 +82,7 @@ __all__ = [
     "PQN",
     "PrioritizedDQN",
     "QRDQN",
+    "R2D2",
     "REDQ",
     "RLPD",
     "RainbowDQN",
