@@ -3,8 +3,8 @@
 `python scripts/generate_docs.py` writes them; `--check` lists stale ones and exits 1 if there are any. They are: the
 yearly sourcebook (registry + docs/plans/sourcebook.yaml), the page of all settings (configs + docs/settings.yaml), a
 page per algorithm and their index in docs/algorithms (registry + docs/algorithms.yaml + results/), the results of the
-presets for `rl-training list` (results/), and the type stubs that show managed classes and learner names to type
-checkers.
+presets for `rl-training list` (results/), their numbers in the README and on the front page, and the type stubs that
+show managed classes and learner names to type checkers.
 """
 
 from __future__ import annotations
@@ -433,7 +433,32 @@ def render_all(specs: Sequence[AlgorithmSpec] | None = None) -> dict[Path, str]:
     """Every generated file and the text it should hold."""
     specs = registered_specs() if specs is None else specs
     pages = {SOURCEBOOK: render_sourcebook(specs), SETTINGS: render_settings(table, describe_range)}
-    return {**pages, **render_pages(specs), **render_stubs(specs)}
+    made = render_pages(specs)
+    reached = yaml.safe_load(made[REACHED]) or {}
+    return {**pages, **made, **render_stubs(specs), **render_counts(specs, reached)}
+
+
+def render_counts(specs: Sequence[AlgorithmSpec], reached: Iterable[str]) -> dict[Path, str]:
+    """README and front page with the numbers of algorithms and presets, and of those that have a recorded result."""
+    every, measured = {spec.name for spec in specs}, {name.partition("/")[0] for name in reached}
+    presets, known = [f"{spec.name}/{name}" for spec in specs for name in presets_of(spec.name)], set(reached)
+    done = sum(name in known for name in presets)
+    missing = ", ".join(f"`{name}`" for name in sorted(every - measured))
+    left = f" (not yet: {missing})" if missing else ""
+    words = (
+        f"- **Measured.** {len(measured)} of the {len(every)} algorithms have a preset with a recorded learning test "
+        f"on three to five seeds{left}. Of the {len(presets)} presets, {done} have a recorded result; "
+        f"`rl-training list` shows the other {len(presets) - done} as untrained. Where one mechanism matters, "
+        "a control shows what happens without it. See the [results](docs/results.md)."
+    )
+    told = textwrap.fill(words, 140, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    pages = {}
+    for path in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        text = path.read_text(encoding="utf-8")
+        text = re.sub(r"\b\d+(?= algorithms from A2C)", str(len(every)), text)
+        text = re.sub(r"\[The \d+ algorithms\]", f"[The {len(every)} algorithms]", text)
+        pages[path] = re.sub(r"^- \*\*Measured\.\*\* .*?(?=^- )", f"{told}\n", text, flags=re.M | re.S)
+    return pages
 
 
 def stale_files(rendered: dict[Path, str]) -> list[Path]:

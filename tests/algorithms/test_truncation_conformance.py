@@ -30,7 +30,8 @@ QUICK: dict[str, Any] = {
 }  # fmt: skip
 QUICK_REPLAY: dict[str, Any] = QUICK | {
     "learning_rate": 0.005, "learning_starts": 50, "batch_size": 32, "buffer_capacity": 1_000, "n_step": 1,
-    "alpha": 0.0,
+    "alpha": 0.0, "memory_size": 16, "sequence_length": 6, "burn_in": 2, "sequence_period": 3,
+    "rescale_values": False,
     "target_update_interval": 10, "tau": 0.05, "v_min": 0.0, "v_max": 20.0, "num_quantiles": 8,
     "critic_hidden_sizes": [16], "dataset_size": 50, "return_bound": None,
     "gradient_updates_per_step": 1, "actor_update_interval": 1, "num_critics": 2, "offline_batch_ratio": 0.0,
@@ -54,6 +55,8 @@ def learned_value(algorithm: Algorithm, obs: list[float]) -> float | None:
             features = algorithm.act(rows, deterministic=True).carry[:, : algorithm.world_model.rssm.feature_dim]
             return float(algorithm.critic.mean(algorithm.critic(features)))
         if hasattr(algorithm, "action_values"):  # the DQN family
+            if algorithm.has_memory:
+                return float(algorithm.remembered_values(rows, None, None)[0].max())
             return float(algorithm.action_values(rows, True).max())
         model = getattr(algorithm, "model", None)
         if hasattr(model, "q_values"):  # continuous control: the value of the policy's own action
@@ -96,8 +99,8 @@ def values_after_training(spec: AlgorithmSpec, folder: Path) -> list[Any]:
 CASES = [spec for spec in list_algorithm_specs() if spec.lane not in WITHOUT_ENVIRONMENT_REWARD]
 APART = {"dreamer", "mopo"}
 LONG = APART | {  # one of each family stays in the quick run; test_dreamer_update.py has the continue head's targets
-    "awac", "cql", "d4pg", "ddpg", "droq", "dueling_dqn", "fqf", "iqn", "mbpo", "noisy_dqn", "rainbow_dqn", "rebrac",
-    "redq", "rlpd", "td3_bc", "tqc",
+    "awac", "cql", "d4pg", "ddpg", "droq", "dueling_dqn", "fqf", "iqn", "mbpo", "noisy_dqn", "r2d2", "rainbow_dqn",
+    "rebrac", "redq", "rlpd", "td3_bc", "tqc",
 }  # fmt: skip
 BRIEF = [pytest.param(s, id=s.name, marks=[pytest.mark.slow] if s.name in LONG else []) for s in CASES]
 

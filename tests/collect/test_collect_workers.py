@@ -128,26 +128,32 @@ def test_workers_act_with_weights_of_known_age_and_tell_their_log_probabilities(
         session.close()
 
 
-def test_workers_stand_on_a_ladder_of_epsilons(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("epsilon", "ladder", "expected"),
+    [(0.5, 4.0, [0.5, 0.5**3, 0.5**5]), (0.4, 7.0, [0.4, 0.047156, 0.005559, 0.000655])],  # the second is R2D2's
+)
+def test_workers_stand_on_a_ladder_of_epsilons(
+    epsilon: float, ladder: float, expected: list[float], tmp_path: Path
+) -> None:
     session = open_session(tiny("dqn", tmp_path, num_envs=4))
     session.close()
     make = partial(build_algorithm, session.spec, session.params, session.spaces, seed=3, device="cpu")
     store: Any = session.store
     layout, behaviour = store.layout, session.behaviour
-    behaviour.algorithm.epsilon = 0.5  # type: ignore[assignment]
+    behaviour.algorithm.epsilon = epsilon  # type: ignore[assignment]
     where = make, session.recipe, session.spaces.to_dict(), {}, 3, "sync"
-    plan = WorkerPlan(*where, layout, len(behaviour.pack()), 3, 4.0)
+    plan = WorkerPlan(*where, layout, len(behaviour.pack()), len(expected), ladder)
     _, packed, _, descriptor = plan.share()
     packed[0][:] = behaviour.pack()
     seen = []
-    for index in range(3):
+    for index in range(len(expected)):
         worker = CollectingWorker(plan, index, descriptor)
         for _ in range(2):  # the second time as the first
             worker.collect(0, Request(steps=1))
         seen.append(worker.collector.actor.algorithm.epsilon)
         worker.close()
     os.close(descriptor)
-    assert seen == [0.5, 0.5**3.0, 0.5**5.0]
+    assert seen == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_record_knows_the_actions_since_each_episode_began() -> None:

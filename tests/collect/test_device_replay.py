@@ -303,6 +303,7 @@ class Notes(Callback):
     ("algo", "kwargs", "why"),
     [
         ("dqn", {"prioritized": True}, "prioritized is true"), ("rainbow_dqn", {}, "prioritized is true"),
+        ("r2d2", {}, "a policy with memory learns from sequences"),
         ("sac", {"replay_memory": "host"}, "replay_memory is 'host'"),
         ("rlpd", {}, "rlpd keeps what it learns from there"), ("sac", {}, None), ("ppo", {}, None),
     ],

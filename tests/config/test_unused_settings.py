@@ -46,13 +46,16 @@ NEEDS: dict[str, dict[str, Any]] = {
     "widen_support": {"v_min": -1.0, "v_max": 1.0}, "memory": {"sequence_length": 16},
 }  # fmt: skip
 PRIORITIES = ("prioritized_alpha", "prioritized_beta_start", "prioritized_beta_end", "prioritized_eps")
+OF_SEQUENCES = ("burn_in", "sequence_period")
+OF_MEMORY = {"memory_size", "memory_layers", "sequence_length", "priority_eta", *OF_SEQUENCES}
 # What makes a setting that is unused by default used.
 USED_WITH = {
     "pg_rho_clip": {"target_policy": True}, "kl_coef": {"target_policy": True}, "kl_target": {"target_policy": True},
     "target_update_interval": {"target_policy": True},
     **{name: {"noisy": False} for name in ("epsilon_start", "epsilon_end", "exploration_fraction")},
     **{name: {"prioritized": True} for name in PRIORITIES},
-    **{name: {"memory": "lstm", "sequence_length": 16} for name in ("memory_size", "memory_layers")},
+    **{name: {"memory": "lstm", "sequence_length": 16} for name in ("memory_size", "memory_layers", *OF_SEQUENCES)},
+    "priority_eta": {"memory": "lstm", "sequence_length": 16, "prioritized": True},
     "sequence_length": {"memory": "lstm"}, "refresh_memory": {"memory": "lstm", "sequence_length": 4},
 }  # fmt: skip
 # In the environment of `tiny`, whatever the other settings are.
@@ -61,6 +64,7 @@ NEVER_USED = {
     **{name: set(PRIORITIES) for name in ("rlpd", "mbpo", "td3_bc", "rebrac", "awac", "iql", "cql")},
     "a2c": {"refresh_memory"}, **{name: {"sequence_length", "refresh_memory"} for name in ("impala", "appo")},
     "gail": {"memory_size", "memory_layers", "sequence_length", "refresh_memory"},
+    "iqn": OF_MEMORY, "fqf": OF_MEMORY,
 }  # fmt: skip
 # What a run refuses in a sentence, because of other settings.
 REFUSED = {
@@ -116,6 +120,8 @@ CONDITIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("dqn", {"noisy": True}, ("epsilon_start", "epsilon_end", "exploration_fraction")),
     ("dqn", {"learning_starts": 0}, ("random_action_hold",)),
     ("fqf", {"optimizer": "sgd"}, ("optimizer_eps",)),
+    ("r2d2", {"memory": "none"}, ("memory_size", "memory_layers", "sequence_length", "burn_in", "priority_eta")),
+    ("r2d2", {"prioritized": False}, ("priority_eta",)),
     ("sac", {"alpha": 0.2}, ("target_entropy",)),
     ("sac", {"alpha": 0.2, **RATES}, ("learning_rate",)),
     ("rlpd", {"alpha": 0.2}, ("target_entropy", "initial_alpha")),

@@ -95,10 +95,10 @@ def test_sampling_is_stratified() -> None:
 
 def test_new_rows_get_the_largest_priority_so_far_which_starts_at_one() -> None:
     buffer = filled(steps=3, capacity=40, alpha=1.0, eps=0.0)
-    assert buffer._tree.leaves[:6].tolist() == [1.0] * 6
+    assert buffer.priorities.tree.leaves[:6].tolist() == [1.0] * 6
     buffer.update_priorities(np.array([0, 1]), np.array([5.0, 0.5]))
     add_steps(buffer, 1, start=3)
-    assert buffer._tree.leaves[:8].tolist() == [5.0, 0.5, 1, 1, 1, 1, 5, 5]
+    assert buffer.priorities.tree.leaves[:8].tolist() == [5.0, 0.5, 1, 1, 1, 1, 5, 5]
 
 
 def test_overwritten_rows_have_priority_zero_even_if_an_update_comes_late() -> None:
@@ -106,8 +106,8 @@ def test_overwritten_rows_have_priority_zero_even_if_an_update_comes_late() -> N
     rows = buffer._rows_of(np.arange(2))  # the oldest
     add_steps(buffer, 1, start=30)
     buffer.update_priorities(rows, np.array([100.0, 100.0]))
-    assert buffer._tree.leaves[rows].tolist() == [0.0, 0.0]
-    assert np.count_nonzero(buffer._tree.leaves) == len(buffer) == 40
+    assert buffer.priorities.tree.leaves[rows].tolist() == [0.0, 0.0]
+    assert np.count_nonzero(buffer.priorities.tree.leaves) == len(buffer) == 40
 
 
 def test_rings_out_of_step_keep_one_priority_per_row() -> None:
@@ -116,7 +116,7 @@ def test_rings_out_of_step_keep_one_priority_per_row() -> None:
     for t in range(30):
         valid, cut = np.array([True, t % 4 != 3]), np.array([False, t % 4 == 2])
         buffer.add(obs, np.zeros(2, np.int64), np.zeros(2), np.zeros(2, bool), cut, obs, valid=valid)
-    assert np.count_nonzero(buffer._tree.leaves) == len(buffer) == 20
+    assert np.count_nonzero(buffer.priorities.tree.leaves) == len(buffer) == 20
     drawn = set(buffer.sample(4000, np.random.default_rng(0))["indices"].tolist())
     assert drawn == set(buffer._rows_of(np.arange(20)).tolist())
 
@@ -138,7 +138,7 @@ def test_a_restored_buffer_samples_bit_for_bit(steps: int) -> None:
             batches.append(one.sample(16, generator))
             one.update_priorities(batches[-1]["indices"], batches[-1]["rewards"] / (t + 1))
         assert all(torch.equal(batches[0][key], batches[1][key]) for key in batches[0])
-    assert buffer.max_priority == other.max_priority
+    assert buffer.priorities.max_priority == other.priorities.max_priority
 
 
 @pytest.mark.parametrize("use", ["add", "sample", "state_dict", "update"])
@@ -164,7 +164,7 @@ def test_errors_on_a_gpu_are_read_when_the_buffer_is_used_next_with_the_same_dra
     buffers[1].update_priorities(np.arange(8), torch.full((8,), 1e6).as_subclass(OnGPU))
     buffers[1].load_state_dict(filled().state_dict())
     buffers[1].sample(1, rngs[1])
-    assert buffers[1].max_priority == 1.0  # the errors were of what was there before
+    assert buffers[1].priorities.max_priority == 1.0  # the errors were of what was there before
 
 
 def test_priorities_that_are_not_finite_are_refused() -> None:
@@ -178,4 +178,4 @@ def test_the_largest_priority_is_not_forgotten() -> None:
     for error in (9.0, 4.0, 0.25):
         buffer.update_priorities(np.array([0]), np.array([error]))
     add_steps(buffer, 1, start=3)
-    assert buffer._tree.leaves[[0, 6, 7]].tolist() == [0.5, 3.0, 3.0]
+    assert buffer.priorities.tree.leaves[[0, 6, 7]].tolist() == [0.5, 3.0, 3.0]

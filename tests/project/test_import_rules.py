@@ -30,7 +30,7 @@ ROOMS = {
     "tools": "algorithms envs data collect config record run",
     "cli": "envs data config record run experiment tools",
 }
-ALGORITHM_BASES = {"base", "actor_critic", "q_learning", "critic_heads", "ops"}  # shared by learners
+ALGORITHM_BASES = {"base", "actor_critic", "q_learning", "q_sequences", "critic_heads", "ops"}  # shared by learners
 
 
 def is_inside(module: str, parent: str) -> bool:

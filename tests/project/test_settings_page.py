@@ -77,5 +77,6 @@ def test_the_api_page_shows_nothing_private() -> None:
     assert listed
     assert not [name for name in listed if name.startswith("_")]
     blocks = re.split(r"^::: ", text, flags=re.M)[1:]
-    models = [block for block in blocks if block.startswith("rl_training.config")]
-    assert all("members:" in block for block in models), "models have many more"
+    models = [block for block in blocks if block.startswith("rl_training.config")]  # pydantic gives them many more
+    assert models
+    assert all("members:" in block for block in models)

@@ -27,6 +27,7 @@ from rl_training.config import choices
 from rl_training.config.choices import choose_acceleration
 from rl_training.errors import UserError
 from rl_training.models import mlp_fqf_network, mlp_q_network
+from rl_training.models.memory import Memory
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.run import learner as acting
 from rl_training.run.build import fit_ranks, open_session
@@ -37,7 +38,7 @@ from rl_training.speed import capture, passes
 from rl_training.speed.capture import map_tensors
 from rl_training.speed.optimizer import Optimizer, TargetNetwork
 
-BY_LEARNER = sorted({spec.learner: name for name, spec in SPECS.items()}.values())
+BY_LEARNER = sorted({(spec.learner, name == "r2d2"): name for name, spec in SPECS.items()}.values())  # has a memory
 UPDATES = 9
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -50,6 +51,7 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "HostStep", RecordedOnHost)
     for module in (passes, mlp_fqf_network):  # on a GPU, there is no numpy inside of a step
         monkeypatch.setattr(module, "runs_written_out", lambda x: False)
+    monkeypatch.setattr(Memory, "forward", lambda memory, x, recall: memory.follow(x, recall)[0])  # nor a host's read
 
 
 def learn(algo: str, *, moves: bool, accelerates: bool, device: str = "cpu", **kwargs: Any) -> Algorithm:

@@ -33,19 +33,21 @@ TINY = {
     "model_updates": 6, "model_train_frequency": 40, "rollout_batch_size": 20, "rollout_refresh_interval": 7,
     "synthetic_buffer_capacity": 100, "size": "xxs", "num_bins": 15, "sequence_length": 8, "train_ratio": 16,
     "imagination_horizon": 3, "critic_hidden_sizes": [8], "offline_updates": 2, "num_proposals": 2,
+    "memory_size": 8, "burn_in": 2, "sequence_period": 4,
 }  # fmt: skip
 
 
-AXES = {"num_quantiles", "num_atoms", "critic_hidden_sizes", "sequence_length"}  # off where the default is None
+AXES = {"num_quantiles", "num_atoms", "critic_hidden_sizes"}  # off where the default is None
+OF_MEMORY = {"memory_size", "sequence_length", "burn_in", "sequence_period"}  # off where the default is no memory
 
 
 def known(spec: AlgorithmSpec, values: dict[str, Any]) -> dict[str, Any]:
     """Those of the values that an algorithm has hyper-parameters for, without axes that are off by default."""
     fields = spec.params.model_fields
-    return {
-        name: value for name, value in values.items()
-        if name in fields and not (name in AXES and fields[name].default is None)
-    }  # fmt: skip
+    off = {name for name in AXES if name in fields and fields[name].default is None}
+    if "memory" in fields and fields["memory"].default == "none":
+        off |= OF_MEMORY
+    return {name: value for name, value in values.items() if name in fields and name not in off}
 
 
 def env_of(spec: AlgorithmSpec) -> str:

@@ -52,7 +52,7 @@ class C51DQN(QLearning):
 
     def targets(self, rows: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Projected distributions [B, K], their means [B] before the projection clips them, and how much it clips."""
-        logits = self.target_network(rows["next_obs"])
+        logits = self.next_outputs(rows)
         probs = choose(logits, self.next_scores(rows, logits).argmax(-1)).softmax(-1)
         atoms = bellman_target(rows, self.gamma, self.support.unsqueeze(0))
         projected = project_categorical(atoms=atoms, probs=probs, support=self.support)

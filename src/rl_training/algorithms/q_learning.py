@@ -1,7 +1,8 @@
 """Shared by the DQN family: acting, target network, noise, and the gradient step; a head adds targets and losses.
 
 There is one learner per head (scalar, categorical, quantile, implicit, fully parameterized). Double Q-learning is an
-option here, dueling and noisy layers belong to the network, and n-step returns and priorities come with the batch.
+option here, dueling and noisy layers belong to the network, and n-step returns and priorities come with the batch. A
+network with memory learns from sequences (`q_sequences.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Number, Setting, UpdateResult
+from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Carry, Number, Setting, UpdateResult
+from rl_training.algorithms.q_sequences import COLUMNS, sequence_priorities, sequence_rows, trace_sequences
 from rl_training.ops.losses import chosen_slopes, index_actions, transition_columns, weighted_mean
 from rl_training.ops.policy import mask_actions
 from rl_training.play import random_actions
@@ -67,6 +69,22 @@ class EpsilonGreedy(Algorithm):
         """Values [N, A] of the online network, for acting."""
         return self.values(self.q_network(obs))
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether the network remembers earlier observations."""
+        return getattr(self.q_network, "memory", None) is not None
+
+    def initial_carry(self, n: int) -> Carry:
+        """Zeros [n, S]; None without a memory."""
+        return self.q_network.memory.initial_state(n) if self.has_memory else None
+
+    def remembered_values(self, obs: Tensor, carry: Carry, is_first: Tensor | None) -> tuple[Tensor, Carry]:
+        """Values [N, A] of a network with memory, for acting, and the memory after these observations."""
+        carry = self.initial_carry(len(obs)) if carry is None else carry
+        is_first = torch.zeros_like(carry[:, 0], dtype=torch.bool) if is_first is None else is_first
+        outputs, carry = self.q_network.remember(obs, carry, is_first)
+        return self.values(outputs), carry
+
     def acting(self) -> nn.Module:
         """The online network."""
         network: nn.Module = self.q_network
@@ -80,12 +98,16 @@ class EpsilonGreedy(Algorithm):
         """The best action, or with probability `epsilon` any legal one; with fresh noise unless deterministic."""
         if self.noisy:
             self.q_network.set_noise(None if deterministic else self.q_network.draw_noise(1, self.generator)[0])
-        scores = mask_actions(self.action_values(obs, deterministic), action_masks)
+        if self.has_memory:
+            values, carry = self.remembered_values(obs, carry, is_first)
+        else:
+            values = self.action_values(obs, deterministic)
+        scores = mask_actions(values, action_masks)
         if not deterministic and (isinstance(self.epsilon, Tensor) or self.epsilon > 0.0):
             draws = scores.new_empty(len(scores), scores.shape[1] + 1).uniform_(generator=self.generator)
             explore = draws[:, :1] < self.epsilon
             scores = torch.where(explore, mask_actions(draws[:, 1:], action_masks), scores)
-        return ActOutput(scores.argmax(-1))
+        return ActOutput(scores.argmax(-1), {"states": carry} if self.has_memory else {}, carry)
 
     def numpy_form(self, method: str) -> Any:
         """The numpy form that the network's `method` returns; None if it has no such method or form."""
@@ -134,6 +156,8 @@ class QLearning(EpsilonGreedy):
     max_grad_norm = Number("> 0", 10.0)
     target_update_interval = Setting(">= 1", 500)
     double_q = Setting(default=False)
+    burn_in = Setting(">= 0", 0)
+    priority_eta = Number("in [0, 1]", 0.9)
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -155,8 +179,10 @@ class QLearning(EpsilonGreedy):
         """The targets for the value of the action taken; called without gradients."""
         raise NotImplementedError
 
-    def trace(self, rows: Batch) -> tuple[Tensor, Backward]:
+    def trace(self, rows: Any) -> tuple[Tensor, Backward]:
         """Outputs of the online network, and a function that maps a loss's slopes at them to gradients."""
+        if self.has_memory:
+            return trace_sequences(rows, self.burn_in, self.q_network, self.target_network, self.optimizer)
         return self.optimizer.trace(self.q_network, rows["obs"])
 
     def terms(self, rows: Batch, outputs: Tensor, targets: Any) -> SampleTerms:
@@ -172,22 +198,23 @@ class QLearning(EpsilonGreedy):
         """Random numbers of one update of `count` transitions: noise for the online, selecting and target network."""
         return {"noise": self.q_network.draw_noise(3, self.generator)} if self.noisy else {}
 
-    def rows(self, batch: Batch, draws: Batch) -> dict[str, Tensor]:
-        """The batch and the draws."""
-        return {**batch, "actions": batch["actions"].long(), **draws}
+    def rows(self, batch: Batch, draws: Batch) -> dict[str, Any]:
+        """The batch, as transitions, and the draws."""
+        rows = sequence_rows(batch, self.burn_in) if self.has_memory else dict(batch)
+        return {**rows, "actions": rows["actions"].long(), **draws}
 
     def critic_step(self, batch: Batch, draws: Batch) -> tuple[dict[str, Tensor], Tensor]:
         """Take one gradient step; straight-line code that draws nothing, reads no tensor and branches on none."""
         rows = self.rows(batch, draws)
         noise = rows.get("noise")
         if noise is not None:
-            self.q_network.set_noise(noise[1])
+            self.q_network.set_noise(noise[0])
             self.target_network.set_noise(noise[2])
+        outputs, backward = self.trace(rows)
+        if noise is not None:
+            self.q_network.set_noise(noise[1])
         with torch.no_grad():
             targets = self.targets(rows)
-        if noise is not None:
-            self.q_network.set_noise(noise[0])
-        outputs, backward = self.trace(rows)
         terms = self.terms(rows, outputs, targets)
         slopes = chosen_slopes(terms.slopes, rows["actions"], outputs, rows.get("weights"))
         metrics = terms.summary(rows.get("weights"))
@@ -195,7 +222,10 @@ class QLearning(EpsilonGreedy):
         self.step_head(terms)
         if noise is not None:
             self.q_network.set_noise(None)
-        return metrics, terms.td_errors
+        if not self.has_memory:
+            return metrics, terms.td_errors
+        errors, taken = (column.view(rows["steps"]) for column in (terms.td_errors, rows["taken"]))
+        return metrics, sequence_priorities(errors, taken, self.priority_eta)
 
     def update_step(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
         """Take a gradient step with new draws; return metrics and priorities [B]."""
@@ -203,10 +233,15 @@ class QLearning(EpsilonGreedy):
 
     def learn(self, batch: Batch) -> UpdateResult:
         """Take one gradient step, then update the target if that is due."""
-        metrics, self.last_td_errors = self.update_step(transition_columns(batch))
+        obs = batch["obs"]
+        if self.has_memory:
+            columns, obs = {name: batch[name] for name in COLUMNS if name in batch}, obs.flatten(0, 1)
+        else:
+            columns = transition_columns(batch)
+        metrics, self.last_td_errors = self.update_step(columns)
         observation_input = getattr(self.q_network, "observation_input", None)
         if observation_input is not None:
-            observation_input.update(batch["obs"])
+            observation_input.update(obs)
         if (self.num_updates + 1) % self.target_update_interval == 0:
             if self.tau < 1.0:
                 self.target.polyak_(self.tau)
@@ -214,13 +249,19 @@ class QLearning(EpsilonGreedy):
                 self.target.copy_()
         return UpdateResult(metrics, priorities=self.last_td_errors)
 
+    def next_outputs(self, rows: Batch) -> Tensor:
+        """The target network's outputs at the next observations."""
+        outputs: Tensor = rows["next_target"] if self.has_memory else self.target_network(rows["next_obs"])
+        return outputs
+
     def next_scores(self, rows: Batch, outputs: Tensor) -> Tensor:
         """Scores [B, A] that choose the next action: the target's own, or the online network's with double Q-learning.
 
         `outputs` are the target network's at the next observations. An illegal action is never chosen.
         """
-        scores = self.values(self.q_network(rows["next_obs"]) if self.double_q else outputs)
-        return mask_actions(scores, rows.get("next_action_masks"))
+        if self.double_q:
+            outputs = rows["next_online"] if self.has_memory else self.q_network(rows["next_obs"])
+        return mask_actions(self.values(outputs), rows.get("next_action_masks"))
 
 
 def choose(outputs: Tensor, actions: Tensor) -> Tensor:

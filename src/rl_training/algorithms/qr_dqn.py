@@ -40,7 +40,7 @@ class QRDQN(QLearning):
 
     def targets(self, rows: Batch) -> Tensor:
         """Target quantiles [B, N]."""
-        quantiles = self.target_network(rows["next_obs"])
+        quantiles = self.next_outputs(rows)
         chosen = choose(quantiles, self.next_scores(rows, quantiles).argmax(-1))
         return bellman_target(rows, self.gamma, chosen)
 

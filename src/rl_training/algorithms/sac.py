@@ -4,8 +4,8 @@ The critics regress on y = r + g (min_i Q'_i(s', a') - alpha log pi(a'|s')), the
 alpha log pi(a|s) - min_i Q_i(s, a) with a reparametrized, and alpha holds the policy's entropy at `target_entropy`.
 
 What a critic predicts is an axis (`critic_heads.py`), and so are the number of critics, the subset of them whose
-minimum is the target, dropout, how often the actor learns, whether there are target networks, and what is evaluated in
-one pass. TQC, REDQ, DroQ, CrossQ and RLPD are settings of these axes.
+minimum is the target, dropout, how often the actor learns, whether there are target networks, what is evaluated in one
+pass, and running statistics. TQC, REDQ, DroQ, CrossQ, SimBa, SimbaV2, FlashSAC and RLPD are settings of these axes.
 """
 
 from __future__ import annotations

@@ -18,7 +18,18 @@ from torch import nn
 from rl_training.algorithms.base import Algorithm
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.config.networks import build_on_ensemble, build_on_model
-from rl_training.config.params import Activation, CriticWidths, Facts, Limits, Params, Reason, Reasons, Schedule, Widths
+from rl_training.config.params import (
+    Activation,
+    CriticWidths,
+    Facts,
+    Limits,
+    MemoryParams,
+    Params,
+    Reason,
+    Reasons,
+    Schedule,
+    Widths,
+)
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.replay_store import EDGE, ReplayStore, discounted_returns
 from rl_training.data.store import Store, StoreContext
@@ -249,6 +260,41 @@ class ReplayParams(BufferParams, OffPolicyParams):
         if not self.prioritized:
             return {}
         return {"prioritized_beta": Schedule(start=self.prioritized_beta_start, end=self.prioritized_beta_end)}
+
+
+class SequenceReplayParams(MemoryParams, ReplayParams):
+    """Hyper-parameters of algorithms that replay transitions or, with a memory, sequences of them."""
+
+    unused: ClassVar[Reasons] = (
+        Reason(("sequence_length", "burn_in", "sequence_period"), "memory is none", lambda p: p.memory == "none"),
+        Reason(("priority_eta",), "prioritized is false", lambda p: not p.prioritized),
+        Reason(("priority_eta",), "memory is none", lambda p: p.memory == "none"),
+    )
+
+    sequence_length: int = Field(40, ge=1, le=10**5, description="Steps that are learned from, per sequence.")
+    burn_in: int = Field(
+        8, ge=0, le=10**5, description="Observations before them that only bring the stored memory up to date."
+    )
+    sequence_period: int | None = Field(
+        None, ge=1, le=10**5, description="Steps between the starts of sequences; null: half of sequence_length."
+    )
+    priority_eta: float = Field(
+        0.9, ge=0, le=1, description="Share of the largest error in a sequence's priority; the rest is their mean."
+    )
+
+    def check_new_run(self) -> None:
+        """Refuse hindsight in sequences."""
+        super().check_new_run()
+        if self.relabels and self.memory != "none":
+            given = f"her_ratio is {self.her_ratio} and memory {self.memory!r}"
+            raise UserError(f"{given}; sequences keep their goals, so one of them must be off (0, none).")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base classes, plus the rows of a batch of sequences."""
+        inherited = super().facts
+        steps = self.burn_in + self.sequence_length if inherited.state_size else 1
+        return inherited._replace(rows=inherited.rows * steps)
 
 
 class ActorCriticParams(CriticWidths, ReplayParams):

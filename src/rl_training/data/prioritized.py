@@ -69,39 +69,38 @@ class SumTree:
         return blocks * _BLOCK + inside
 
 
-class PrioritizedReplayBuffer(ReplayBuffer):
-    """Replay with P(i) = p_i^alpha / sum p^alpha, p = |error| + eps; new rows get the largest p so far (at first 1)."""
+class Priorities:
+    """P(i) = p_i^alpha / sum p^alpha, p = |error| + eps, of `size` entries; new ones get the largest p so far (at first
+    1), and those that cannot be sampled have 0."""
 
-    def __init__(self, *args: Any, alpha: float = 0.6, eps: float = 1e-6, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, size: int, alpha: float, eps: float) -> None:
         self.alpha, self.eps = alpha, eps
         self.max_priority = 1.0
-        self._tree = SumTree(self._length)
+        self.tree = SumTree(size)
         self._late: tuple[Tensor | Array, Tensor | Array] | None = None  # arguments of a pending update
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays as they are now."""
-        return super().nbytes + self._tree.nbytes
-
-    def sample(self, batch_size: int, rng: np.random.Generator, *, beta: float = 0.4) -> dict[str, Tensor]:
-        """`batch_size` transitions, one per stratum of the priorities; `weights` are (N P)^-beta over their maximum."""
-        if not len(self):
-            raise ValueError("cannot sample from an empty replay buffer")
+    def draw(self, batch_size: int, rng: np.random.Generator, count: int, beta: float) -> tuple[Array, Array]:
+        """Entries [B], one per stratum of the priorities, and their weights: (N P)^-beta over the largest of them, with
+        `count` as N."""
         self._settle()
-        rows, total = self._tree.sample(batch_size, rng)
-        weights = (self._tree.leaves.take(rows) * (len(self) / total)) ** -beta
-        return self.gather(rows, weights=(weights / weights.max()).astype(np.float32))
+        drawn, total = self.tree.sample(batch_size, rng)
+        weights = (self.tree.leaves.take(drawn) * (count / total)) ** -beta
+        return drawn, (weights / weights.max()).astype(np.float32)
 
-    def add(self, *args: Any, **kwargs: Any) -> None:
-        """As in `ReplayBuffer`."""
+    def add(self, index: Array) -> None:
+        """New entries [K]."""
         self._settle()
-        super().add(*args, **kwargs)
+        self.tree.set(index, self.max_priority**self.alpha)
 
-    def update_priorities(self, indices: Tensor | Array, errors: Tensor | Array) -> None:
-        """Set the priorities of sampled rows [B] from their unweighted errors [B]; rows that left the ring keep 0.
+    def drop(self, index: Array) -> None:
+        """Entries [K] that are no longer sampled."""
+        self._settle()
+        self.tree.set(index, 0.0)
 
-        Errors on a GPU are read the next time the buffer is used: by then acting has waited for the update.
+    def update(self, indices: Tensor | Array, errors: Tensor | Array) -> None:
+        """Set the priorities of sampled entries [B] from their unweighted errors [B]; those that were dropped keep 0.
+
+        Errors on a GPU are read the next time they are needed: by then acting has waited for the update.
         """
         self._settle()
         self._late = indices, errors
@@ -117,29 +116,60 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if not np.isfinite(largest):
             raise ValueError("errors hold a NaN or an infinity; priorities must be finite")
         self.max_priority = max(self.max_priority, largest)
-        self._tree.set(rows, np.where(self._tree.leaves.take(rows) > 0.0, delta**self.alpha, 0.0))
+        self.tree.set(rows, np.where(self.tree.leaves.take(rows) > 0.0, delta**self.alpha, 0.0))
+
+    def state_dict(self, filled: int) -> dict[str, Any]:
+        """The priorities of the first `filled` entries (a view) and the largest one."""
+        self._settle()
+        return {"priorities": self.tree.leaves[:filled], "max_priority": self.max_priority}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken."""
+        self._late = None
+        self.tree.leaves[:] = 0.0
+        self.tree.leaves[: len(state["priorities"])] = state["priorities"]
+        self.tree.rebuild()
+        self.max_priority = float(state["max_priority"])
+
+
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """Replay of transitions by their `Priorities`."""
+
+    def __init__(self, *args: Any, alpha: float = 0.6, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.priorities = Priorities(self._length, alpha, eps)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays as they are now."""
+        return super().nbytes + self.priorities.tree.nbytes
+
+    def sample(self, batch_size: int, rng: np.random.Generator, *, beta: float = 0.4) -> dict[str, Tensor]:
+        """`batch_size` transitions as in `Priorities.draw`, with `weights`."""
+        if not len(self):
+            raise ValueError("cannot sample from an empty replay buffer")
+        rows, weights = self.priorities.draw(batch_size, rng, len(self), beta)
+        return self.gather(rows, weights=weights)
+
+    def update_priorities(self, indices: Tensor | Array, errors: Tensor | Array) -> None:
+        """Set the priorities of sampled rows [B] from their unweighted errors [B]; rows that left the ring keep 0."""
+        self.priorities.update(indices, errors)
 
     def _added(self, rows: Array) -> None:
-        self._tree.set(rows, self.max_priority**self.alpha)
+        self.priorities.add(rows)
 
     def _dropped(self, rows: Array) -> None:
-        self._tree.set(rows, 0.0)
+        self.priorities.drop(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """The buffer's state, the priorities of its filled part (a view) and the largest one."""
-        self._settle()
+        """The buffer's state, and the priorities of its filled part."""
         state = super().state_dict()
-        filled = len(state["arrays"]["rewards"]) * self.num_envs
-        return {**state, "priorities": self._tree.leaves[:filled], "max_priority": self.max_priority}
+        return {**state, **self.priorities.state_dict(len(state["arrays"]["rewards"]) * self.num_envs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken."""
         super().load_state_dict(state)
-        self._late = None
-        self._tree.leaves[:] = 0.0
-        self._tree.leaves[: len(state["priorities"])] = state["priorities"]
-        self._tree.rebuild()
-        self.max_priority = float(state["max_priority"])
+        self.priorities.load_state_dict(state)
 
 
 def _as_numpy(values: Tensor | Array) -> Array:

@@ -18,6 +18,7 @@ from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, Rep
 from rl_training.data.device_ring import DeviceRing
 from rl_training.data.hindsight import HindsightReplayBuffer
 from rl_training.data.memory import fits_on_gpu, format_bytes
+from rl_training.data.sequences import SequenceReplayBuffer
 from rl_training.data.store import Experience, Request, Store, StoreContext
 from rl_training.envs.goals import Goals
 from rl_training.envs.spaces import EnvSpaces
@@ -339,6 +340,42 @@ class DeviceReplayStore(ReplayStore):
             return [*sentences, "samples are drawn on another kind of device now, so this resume is not exact."]
         self.generator.set_state(torch.from_numpy(np.array(sampler["generator"])))
         return sentences
+
+
+class SequenceReplayStore(ReplayStore):
+    """A `ReplayStore` of sequences with the memory's state before each, for networks with memory."""
+
+    buffer: SequenceReplayBuffer  # type: ignore[assignment]  # with the same methods
+
+    def __init__(self, context: StoreContext) -> None:
+        super().__init__(context)
+        self.draws_ahead = False
+
+    def make_buffer(self, context: StoreContext) -> SequenceReplayBuffer:
+        """The buffer; a sequence has one row more than steps, for the value after the last one."""
+        params, spaces = self.params, self.spaces
+        return SequenceReplayBuffer(
+            params.buffer_capacity, context.num_envs, sequence_length=params.burn_in + params.sequence_length + 1,
+            period=params.sequence_period or -(-params.sequence_length // 2), state_size=params.facts.state_size,
+            n_step=params.n_step, gamma=params.gamma, alpha=params.prioritized_alpha if params.prioritized else 0.0,
+            eps=params.prioritized_eps, mask_size=spaces.action_dim if spaces.has_action_mask else 0,
+            **describe_rows(params, spaces, context.device),
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        """The buffer's size, for the start of a run."""
+        buffer, kind = self.buffer, "prioritized sequences" if self.params.prioritized else "sequences"
+        return f"replay of {buffer.capacity:,} steps in {kind} of {buffer.sequence_length}: {buffer.describe_size()}"
+
+    @property
+    def is_filled(self) -> bool:
+        """As the base class, with at least one whole sequence."""
+        return super().is_filled and self.buffer.num_windows() > 0
+
+    def feedback(self, batch: Batch, result: UpdateResult) -> None:
+        """Update priorities from the errors of an update."""
+        if self.params.prioritized and result.priorities is not None:
+            self.buffer.update_priorities(batch["indices"], result.priorities)
 
 
 class SequenceStore(BufferStore):

@@ -203,12 +203,14 @@ class RecurrentReplayBuffer(EnvRings):
 
     def __init__(
         self, capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], sequence_length: int = 64,
-        folder: Any = None, device: Any = "cpu", on_device: bool = False, **layout: Any,
+        mask_size: int = 0, folder: Any = None, device: Any = "cpu", on_device: bool = False, **layout: Any,
     ) -> None:  # fmt: skip
-        """`layout`: obs_dtype, action_shape, continuous."""
+        """`layout`: obs_dtype, action_shape, continuous. With a `mask_size`, rows have `masks` of legal actions."""
         rows = rows_per_env(capacity, num_envs)
         lead = (rows, num_envs)
         specs = {**step_specs(lead, obs_shape, **layout), "is_first": ArraySpec(lead, np.dtype(bool))}
+        if mask_size:
+            specs["masks"] = ArraySpec((*lead, mask_size), np.dtype(bool))
         if not 1 <= sequence_length <= rows:
             raise UserError(
                 f"sequence_length is {sequence_length}, but buffer_capacity leaves {rows} rows for each environment."
@@ -219,38 +221,45 @@ class RecurrentReplayBuffer(EnvRings):
 
     def add(
         self, obs: Array, actions: Array, rewards: Array, terminated: Array, truncated: Array, next_obs: Array, *,
-        final_obs: Array | None = None, valid: Array | None = None, envs: Array | None = None,
+        final_obs: Array | None = None, valid: Array | None = None, masks: Array | None = None,
+        next_masks: Array | None = None, final_masks: Array | None = None, envs: Array | None = None, **more: Array,
     ) -> None:  # fmt: skip
-        """Store one step of N environments, everything [N, ...], with the arguments of `ReplayBuffer.add`."""
+        """Store one step of N environments, everything [N, ...], with the arguments of `ReplayBuffer.add`.
+
+        `more` goes to `_append` with the rows that arrive.
+        """
         of = self._env if envs is None else envs
-        self._meet(obs, of)
+        self._meet(of, self._shown(obs, masks))
         done = np.logical_or(terminated, truncated)
-        arrivals = next_obs
-        if final_obs is not None and done.any():
-            arrivals = np.where(done.reshape(-1, *[1] * (next_obs.ndim - 1)), final_obs, next_obs)
+        more |= self._shown(_arrivals(next_obs, final_obs, done), _arrivals(next_masks, final_masks, done))
+        more |= {"actions": actions, "rewards": rewards, "terminated": terminated, "truncated": truncated}
         resets = np.zeros_like(done) if valid is None else ~valid
         live = np.flatnonzero(~resets)
-        self._append(
-            of[live], obs=arrivals[live], actions=actions[live], rewards=rewards[live], terminated=terminated[live],
-            truncated=truncated[live], is_first=False,
-        )  # fmt: skip
-        self._begin(of, resets | done if final_obs is not None else resets, next_obs)
+        self._append(of[live], is_first=False, **{name: array[live] for name, array in more.items()})
+        self._begin(of, resets if final_obs is None else resets | done, self._shown(next_obs, next_masks))
 
-    def _meet(self, obs: Array, of: Array) -> None:
-        """Begin an episode wherever `obs` is not the observation that arrived last (a start, or moved from outside);
+    def _shown(self, obs: Array, masks: Array | None) -> dict[str, Array]:
+        """The columns of an observation."""
+        if "masks" not in self.columns:
+            return {"obs": obs}
+        size = self.columns["masks"].shape[1]
+        return {"obs": obs, "masks": np.ones((len(obs), size), bool) if masks is None else masks}
+
+    def _meet(self, of: Array, shown: Mapping[str, Array]) -> None:
+        """Begin an episode wherever the observation is not the one that arrived last (a start, or moved from outside);
         the one before it is truncated if it had not ended."""
         newest = self._rows_at(-1, of)
         begins = self._sizes[of] == 0
-        begins[self._moved(newest, obs)] = True
+        begins[self._moved(newest, shown["obs"])] = True
         if begins.any():
             cut = newest[begins & (self._sizes[of] > 0)]
             self._write(cut, truncated=self.columns["truncated"][cut] | ~self.columns["terminated"][cut])
-            self._begin(of, begins, np.asarray(obs))
+            self._begin(of, begins, shown)
 
-    def _begin(self, of: Array, begins: Array, obs: Array) -> None:
+    def _begin(self, of: Array, begins: Array, shown: Mapping[str, Array]) -> None:
         if begins.any():
             start = {"actions": 0, "rewards": 0.0, "terminated": False, "truncated": False, "is_first": True}
-            self._append(of[begins], obs=obs[begins], **start)
+            self._append(of[begins], **{name: np.asarray(array)[begins] for name, array in shown.items()}, **start)
 
     def _append(self, envs: Array, **values: Any) -> None:
         self._write(self._rows_at(0, envs), **values)
@@ -274,3 +283,10 @@ class RecurrentReplayBuffer(EnvRings):
         if self.copy is None:
             return as_tensors({"obs": self.columns["obs"].take(rows, axis=0), **others}, self.device)
         return self.copy.gather({"obs": rows}, others)
+
+
+def _arrivals(following: Any, final: Any, done: Array) -> Any:
+    """What comes after a step: the last entry of an episode where it ended, if there are final ones."""
+    if final is None or not done.any():
+        return following
+    return np.where(done.reshape(-1, *[1] * (following.ndim - 1)), final, following)

@@ -115,6 +115,8 @@ class Experience:
                 "final_obs": None if self.final_obs is None else self.final_obs[t],
                 "valid": self.valid[t] if self.has_resets and self.valid is not None else None,
             }  # fmt: skip
+            if self.states is not None:
+                row["states"] = self.states[t + 1]
             if self.masks is not None and self.final_masks is not None:
                 final_masks = None if self.final_obs is None else self.final_masks[t]
                 row |= {"masks": self.masks[t], "next_masks": self.masks[t + 1], "final_masks": final_masks}

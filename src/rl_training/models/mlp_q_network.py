@@ -17,7 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.models.blocks import ObservationNetwork, activation_layer, linear
-from rl_training.speed.passes import MOST_WEIGHTS, Array, Backward, NumpyStep, WrittenOut, linear_step, numpy_step
+from rl_training.models.memory import Memory, Recall
+from rl_training.speed.passes import (
+    MOST_WEIGHTS,
+    Array,
+    Backward,
+    NumpyStep,
+    WrittenOut,
+    linear_step,
+    numpy_chain,
+    numpy_step,
+)
+from rl_training.speed.recurrent_passes import NumpyMemory
+
+KEEP_BIAS = 1.0  # of a memory
 
 
 class NoisyLinear(nn.Module):
@@ -173,32 +186,56 @@ class MLPQNetwork(NoisyNetwork):
     """Observations [B, ...] -> action values [B, A], or [B, A, K] with `num_outputs` K (logits, quantiles).
 
     `dueling`, `noisy` and `layer_norm` are those of `value_layers`. With an `encoder`, its features replace the
-    observation.
+    observation. With a `memory` ("gru" or "lstm"), which reads them first, a call needs its state [N, S] and `starts`
+    [T, N] (see `Recall`), and B is T * N.
     """
 
     def __init__(
         self, *, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), activation: str = "relu",
         num_outputs: int | None = None, dueling: bool = False, noisy: bool = False, layer_norm: bool = False,
-        **inputs: Any,
+        memory: str = "none", memory_size: int = 256, memory_layers: int = 1, **inputs: Any,
     ) -> None:  # fmt: skip
         super().__init__(**inputs)
         self.action_dim = action_dim
         self.output_shape = (action_dim,) if num_outputs is None else (action_dim, num_outputs)
+        self.memory = None
+        if memory != "none":
+            self.memory = Memory(memory, self.input_dim, memory_size, memory_layers, KEEP_BIAS)
         self.trunk, self.head = value_layers(
-            self.input_dim, hidden_sizes, action_dim, num_outputs or 1, activation,
-            dueling=dueling, noisy=noisy, layer_norm=layer_norm,
+            self.input_dim if self.memory is None else memory_size, hidden_sizes, action_dim, num_outputs or 1,
+            activation, dueling=dueling, noisy=noisy, layer_norm=layer_norm,
         )  # fmt: skip
         self._passes = WrittenOut()
 
-    def forward(self, obs: Tensor) -> Tensor:
+    def forward(self, obs: Tensor, state: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """[B, ...] -> [B, A] or [B, A, K]."""
-        outputs = self._passes(self.features(obs), [*self.trunk, self.head])[0]
+        x = self.features(obs)
+        if self.memory is not None and state is not None and starts is not None:
+            x = self.memory(x.unflatten(0, starts.shape), Recall(state, starts)).flatten(0, 1)
+        return self._values(x)
+
+    def _values(self, x: Tensor) -> Tensor:
+        outputs = self._passes(x, [*self.trunk, self.head])[0]
         return outputs if len(self.output_shape) == 1 else outputs.view(-1, *self.output_shape)
 
-    def trace(self, obs: Tensor) -> tuple[Tensor, Backward] | None:
+    def remember(self, obs: Tensor, state: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """One step: the outputs for observations [N, ...], and the states [N, S] after them; starts are [N]."""
+        outputs, states = self._follow(obs, state, starts.unsqueeze(0))
+        return self._values(outputs[0]), states[0]
+
+    def states(self, obs: Tensor, state: Tensor, starts: Tensor) -> Tensor:
+        """The states [T, N, S] after each of these observations [T * N, ...]."""
+        return self._follow(obs, state, starts)[1]
+
+    def _follow(self, obs: Tensor, state: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.memory is not None
+        return self.memory.follow(self.features(obs).unflatten(0, starts.shape), Recall(state, starts))
+
+    def trace(self, obs: Tensor, *recall: Tensor) -> tuple[Tensor, Backward] | None:
         """`forward` without a graph, and a function from its slopes to the gradients; None where autograd is needed."""
-        layers = [*self.trunk, self.head]
-        found = None if self.encoder is not None else self._passes.trace(self.observation_input(obs), layers)
+        if self.encoder is not None or recall:
+            return None
+        found = self._passes.trace(self.observation_input(obs), [*self.trunk, self.head])
         if found is None:
             return None
         (outputs,), backward = found
@@ -217,9 +254,24 @@ class MLPQNetwork(NoisyNetwork):
         bias: Any = layers[0].bias
         bias.unflatten(0, (-1, len(offsets))).add_(offsets)
 
+    def numpy_memory(self) -> NumpyMemory | None:
+        """The memory's outputs, and the states after them, in numpy; None where torch is as fast."""
+        prepare, remember = self.numpy_form(), None if self.memory is None else self.memory.numpy_memory()
+        if prepare is None or remember is None:
+            return None
+        return lambda obs, states, starts: remember(prepare(obs, None), states, starts)
+
     def numpy_network(self) -> NumpyStep | None:
-        """The forward pass in numpy, with noise where there is a generator; None where there is no numpy form."""
-        forward = self.numpy_form(self.trunk, self.head, most_weights=MOST_WEIGHTS)
+        """The forward pass in numpy, with noise where there is a generator; None where there is no numpy form.
+
+        With a memory, the pass on what `numpy_memory` returns.
+        """
+        if self.memory is None:
+            forward = self.numpy_form(self.trunk, self.head, most_weights=MOST_WEIGHTS)
+        elif self.numpy_memory() is None:
+            return None
+        else:
+            forward = numpy_chain([numpy_step(layer, MOST_WEIGHTS) for layer in (self.trunk, self.head)])
         if forward is None or len(self.output_shape) == 1:
             return forward
         return lambda obs, rng: forward(obs, rng).reshape(-1, *self.output_shape)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+RESCALING = 1e-3  # of returns: the share of h that is linear
 COLUMNS = (
     "obs", "actions", "rewards", "next_obs", "weights", "action_masks", "next_action_masks", "next_actions",
     "returns_to_go",
@@ -116,10 +117,11 @@ def ratio_statistics(logratio: Tensor, clip_coef: float) -> dict[str, Tensor]:
     return {"approx_kl": approx_kl(apart), "clip_fraction": (apart.expm1().abs() > clip_coef).to(apart.dtype)}
 
 
-def huber(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Huber losses with delta 1 and their slopes, elementwise: x^2 / 2 for |x| <= 1, else |x| - 1/2."""
+def huber(values: Tensor, targets: Tensor, delta: float | Tensor | None = 1.0) -> tuple[Tensor, Tensor]:
+    """Huber losses and their slopes, elementwise: x^2 / 2 for |x| <= delta, or everywhere if it is None; else
+    delta (|x| - delta / 2)."""
     errors = values - targets
-    held = errors.clamp(-1.0, 1.0)
+    held = errors if delta is None else errors.clamp(-delta, delta)  # type: ignore[arg-type]  # floats or tensors
     return held * torch.sub(errors, held, alpha=0.5), held.detach()
 
 
@@ -178,6 +180,21 @@ def bellman_target(batch: Mapping[str, Tensor], gamma: float | Tensor, next_valu
 def double_q_values(q_selector: Tensor, q_value: Tensor) -> Tensor:
     """One network's value of the action that another prefers: [B, A], [B, A] -> [B] (van Hasselt et al. 2016)."""
     return q_value.gather(-1, q_selector.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def rescale(x: Tensor) -> Tensor:
+    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x with eps 1e-3 (Pohlen et al. 2018, arXiv:1805.11593), for returns."""
+    return x / ((x.abs() + 1.0).sqrt() + 1.0) + RESCALING * x
+
+
+def unscale(x: Tensor) -> Tensor:
+    """The inverse of `rescale`: sign(x) (((sqrt(1 + 4 eps (|x| + 1 + eps)) - 1) / (2 eps))^2 - 1).
+
+    The fraction is 2 (|x| + 1 + eps) / (sqrt(...) + 1), which does not lose digits near 0.
+    """
+    y = x.abs() + (1.0 + RESCALING)
+    root = 2.0 * y / ((1.0 + 4.0 * RESCALING * y).sqrt() + 1.0)
+    return x.sign() * (root - 1.0) * (root + 1.0)
 
 
 def transition_columns(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from rl_training.config.params import Params, check_schedules, read_params
 from rl_training.config.settings import find_unused
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig
-from rl_training.data.replay_store import DeviceReplayStore, ReplayStore
+from rl_training.data.replay_store import DeviceReplayStore, ReplayStore, SequenceReplayStore
 from rl_training.data.store import Experience, ExperienceLayout, Request, Store, StoreContext
 from rl_training.envs.engines import make_engine
 from rl_training.envs.factory import GIVE_ONE, EnvRecipe, MadeEnvironment, UserEnv, read_recipe
@@ -231,7 +231,9 @@ def stays_on_host(config: TrainConfig, spec: AlgorithmSpec, params: Any, recipe:
     if spec.store is not ReplayStore:
         return f"{spec.name} keeps what it learns from there"
     reasons = {
-        "a simulator keeps its own state": bool(recipe.made), "prioritized is true": params.prioritized,
+        "a simulator keeps its own state": bool(recipe.made),
+        "a policy with memory learns from sequences": bool(params.facts.state_size),
+        "prioritized is true": params.prioritized,
         "replay_memory is 'host'": params.replay_memory == "host",
         "replay_folder is given": params.replay_folder is not None, "her_ratio is above 0": params.relabels,
     }  # fmt: skip
@@ -239,9 +241,13 @@ def stays_on_host(config: TrainConfig, spec: AlgorithmSpec, params: Any, recipe:
 
 
 def find_store(plan: Plan) -> Callable[[StoreContext], Store]:
-    """What makes the store: that of the algorithm, or the one on the device."""
+    """What makes the store: that of the algorithm, or in place of transitions on the host, sequences or the device."""
     spec, on_device = plan.spec, plan.config.vectorization == "device"
-    is_kept = spec.store is ReplayStore and on_device and not stays_on_host(plan.config, spec, plan.params, plan.recipe)
+    if spec.store is not ReplayStore:
+        return spec.store
+    if plan.params.facts.state_size:
+        return SequenceReplayStore
+    is_kept = on_device and not stays_on_host(plan.config, spec, plan.params, plan.recipe)
     return DeviceReplayStore if is_kept else spec.store
 
 

@@ -294,7 +294,7 @@ def read_policy_replay(path: learner.PathLike) -> tuple[TransitionDataset, EnvSp
         )
     config = validate(TrainConfig, tree["config"], str(path))
     params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
-    if not isinstance(params, ReplayParams):
+    if not isinstance(params, ReplayParams) or params.facts.state_size:
         raise UserError(f"{path} is a checkpoint of {config.algo}, which has no replay buffer of transitions.")
     params = params.model_copy(update={"replay_folder": None})  # that folder is the run's own
     spaces, recipe = learner.read_spaces(path, tree["spaces"]), read_recipe(config.env_id, config.env_kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 
 from rl_training.algorithms.c51_dqn import C51DQN
@@ -16,7 +16,7 @@ from rl_training.algorithms.q_learning import QLearning
 from rl_training.algorithms.qr_dqn import QRDQN
 from rl_training.config.networks import make_network
 from rl_training.config.params import OF_EPSILON, EpsilonParams, Reason, Reasons, Schedule, Widths, with_defaults
-from rl_training.config.replay_params import ReplayParams, SupportParams
+from rl_training.config.replay_params import SequenceReplayParams, SupportParams
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.replay_store import ReplayStore
 from rl_training.envs.spaces import EnvSpaces
@@ -26,7 +26,7 @@ from rl_training.models.mlp_q_network import MLPQNetwork
 from rl_training.run.workflows import train_function
 
 
-class DQNParams(EpsilonParams, ReplayParams):
+class QLearningParams(EpsilonParams, SequenceReplayParams):
     """Hyper-parameters of the DQN family."""
 
     unused: ClassVar[Reasons] = (
@@ -62,11 +62,20 @@ class DQNParams(EpsilonParams, ReplayParams):
         return schedules
 
 
-class C51DQNParams(SupportParams, DQNParams):
+class DQNParams(QLearningParams):
+    """Hyper-parameters of DQN and its scalar variants."""
+
+    huber_delta: float | None = Field(
+        1.0, gt=0, description="Error at which the Huber loss becomes linear; null: half the squared error everywhere."
+    )
+    rescale_values: bool = Field(False, description="Predict h(return), h(x) = sign(x) (sqrt(|x| + 1) - 1) + 0.001 x.")
+
+
+class C51DQNParams(SupportParams, QLearningParams):
     """Hyper-parameters of C51 and Rainbow."""
 
 
-class QRDQNParams(DQNParams):
+class QRDQNParams(QLearningParams):
     """Hyper-parameters of QR-DQN."""
 
     num_quantiles: int = Field(50, ge=1, le=10_000, description="Quantiles of the distribution.")
@@ -75,7 +84,18 @@ class QRDQNParams(DQNParams):
     )
 
 
-class IQNParams(QRDQNParams):
+class FractionParams(QRDQNParams):
+    """Quantiles at fractions that are inputs of the network, which has no memory."""
+
+    @model_validator(mode="after")
+    def _has_no_memory(self) -> FractionParams:
+        if self.memory != "none":
+            others = "dqn, c51_dqn and qr_dqn can have a memory"
+            raise ValueError(f"memory is {self.memory!r}; with a network of fractions it must be none ({others})")
+        return self
+
+
+class IQNParams(FractionParams):
     """Hyper-parameters of IQN."""
 
     num_quantiles: int = Field(8, ge=1, le=10_000, description="Fractions per transition for the online quantiles.")
@@ -84,7 +104,7 @@ class IQNParams(QRDQNParams):
     embedding_dim: int = Field(64, ge=1, le=10_000, description="Number of cosines that embed a fraction.")
 
 
-class FQFParams(QRDQNParams):
+class FQFParams(FractionParams):
     """Hyper-parameters of FQF."""
 
     num_quantiles: int = Field(32, ge=2, le=10_000, description="Fractions proposed per state.")
@@ -93,14 +113,14 @@ class FQFParams(QRDQNParams):
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the fractions' entropy, which keeps them apart.")
 
 
-HEADS: dict[type[QLearning], tuple[type[DQNParams], type[nn.Module], str]] = {
+HEADS: dict[type[QLearning], tuple[type[QLearningParams], type[nn.Module], str]] = {
     DQN: (DQNParams, MLPQNetwork, ""), C51DQN: (C51DQNParams, MLPQNetwork, "num_atoms"),
     QRDQN: (QRDQNParams, MLPQNetwork, "num_quantiles"), IQN: (IQNParams, MLPIQNNetwork, ""),
     FQF: (FQFParams, MLPFQFNetwork, ""),
 }  # fmt: skip  # hyper-parameters, network, and which of them is the number of its outputs per action
 
 
-def build(learner: type[QLearning], params: DQNParams, spaces: EnvSpaces) -> QLearning:
+def build(learner: type[QLearning], params: QLearningParams, spaces: EnvSpaces) -> QLearning:
     """Build a head with a new network of hidden layers, after convolutions for images.
 
     The layer after the convolutions belongs to the head, so it is noisy, or one per stream, as in the papers. In IQN
@@ -180,6 +200,16 @@ SPECS = [
         "iqn", "IQN", 2018, IQN,
         "Dabney et al. 2018, Implicit Quantile Networks for Distributional Reinforcement Learning (arXiv:1806.06923)",
         "Quantiles of the return at random fractions; risk-neutral",
+    ),
+    make_spec(
+        "r2d2", "R2D2", 2019, DQN,
+        "Kapturowski et al. 2019, Recurrent Experience Replay in Distributed Reinforcement Learning (ICLR 2019)",
+        "Dueling double DQN with an LSTM, prioritized sequences with stored state and burn-in, n-step returns and "
+        "rescaled values; its network reads observations only, without the last action and reward",
+        memory="lstm", memory_size=512, sequence_length=80, burn_in=40, sequence_period=40, double_q=True, dueling=True,
+        n_step=5, prioritized=True, prioritized_alpha=0.9, prioritized_beta_start=0.6, prioritized_beta_end=0.6,
+        rescale_values=True, huber_delta=None, gamma=0.997, learning_rate=1e-4, optimizer_eps=1e-3, batch_size=64,
+        tau=1.0, target_update_interval=2_500, max_grad_norm=40.0,
     ),
     make_spec(
         "fqf", "FQF", 2019, FQF,
