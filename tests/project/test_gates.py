@@ -274,3 +274,10 @@ def test_nothing_recorded_or_documented_names_a_folder_of_a_machine() -> None:
     assert [name for name in names if path.search((ROOT / name).read_bytes()) and not name.endswith(".png")] == []
     command = ["/home/me/compare_sb3.py", "--output", "/tmp/me/a.json", "--only", "ppo"]
     assert sides.without_folders(command) == ["compare_sb3.py", "--output", "a.json", "--only", "ppo"]
+
+
+def test_no_gate_is_written_twice() -> None:
+    """YAML would silently take the last one."""
+    names = re.findall(r"^  (\w+):", run_gates.GATES.read_text(encoding="utf-8"), re.M)
+    assert len(names) > 100
+    assert len(names) == len(set(names))
