@@ -231,6 +231,8 @@ def test_a_film_is_shown_by_a_notebook_and_saved(trained: str, tmp_path: Path) -
     shown = ppo.video()
     assert shown._repr_html_().startswith('<img alt="10 steps, return 10" src="data:image/gif;base64,R0lG')
     assert shown.save(tmp_path / "e.gif").read_bytes() == shown.gif
+    with pytest.raises(UserError, match=r"path is 'e.mp4'; this film is a GIF, so it must end in .gif"):
+        shown.save("e.mp4")
     assert ppo.video(seed=7).told == "10 steps, return 10"
 
 

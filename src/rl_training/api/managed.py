@@ -300,7 +300,7 @@ class ManagedAlgorithm:
 
     @classmethod
     def from_zoo(cls: type[Self], name: str) -> Self:
-        """Load a packaged policy, such as `ppo/walker2d`; `rl-training zoo list` shows all of them."""
+        """Load a packaged policy, such as `ppo/halfcheetah_gpu`; `rl-training zoo list` shows all of them."""
         return cls.load(find_policy(name if "/" in name else f"{cls.algo}/{name}"))
 
     def _adopt(self, result: TrainResult, raise_on_signal: bool) -> TrainResult:

@@ -16,7 +16,7 @@ from rl_training.cli.options import Text, option
 from rl_training.errors import counted
 
 app = typer.Typer(rich_markup_mode="rich")
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A policy of the zoo, such as ppo/walker2d.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A policy of the zoo, such as ppo/halfcheetah_gpu.")]
 
 
 @app.callback(invoke_without_command=True)

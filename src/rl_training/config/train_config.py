@@ -50,7 +50,9 @@ class TrainConfig(StrictModel):
     algo: str = Field(min_length=1, description="Registry name of the algorithm, e.g. ppo.")
     env_id: str = Field(min_length=1, description="Gymnasium id, or module:Class for your own environment.")
     seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of all random numbers of the run.")
-    total_timesteps: int = Field(ge=1, description="Budget in real environment transitions, summed over environments.")
+    total_timesteps: int = Field(
+        ge=1, description="Budget in transitions of all environments; the turn (a rollout) that reaches it is finished."
+    )
     output_dir: str = Field("runs", min_length=1, description="Folder in which the run's folder is created.")
     execution_backend: Literal["local_sync", "local_async", "ray"] = Field(
         "local_sync", description="Where environments are stepped: local_sync in this process, local_async in worker "

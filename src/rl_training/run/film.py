@@ -43,6 +43,8 @@ class Film:
 
     def save(self, path: str | Path) -> Path:
         """Write the GIF."""
+        if Path(path).suffix.lower() != ".gif":
+            raise UserError(f"path is {str(path)!r}; this film is a GIF, so it must end in .gif.")
         with output_written(path, "path"), replacing(path) as file:
             file.write(self.gif)
         return Path(path)

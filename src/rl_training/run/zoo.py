@@ -40,7 +40,7 @@ def zoo_folder() -> Path:
 
 
 def list_zoo() -> list[str]:
-    """The names of the packaged policies, such as `ppo/walker2d`."""
+    """The names of the packaged policies, such as `ppo/halfcheetah_gpu`."""
     folder = zoo_folder()
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob(f"*/*{SUFFIX}"))
 
