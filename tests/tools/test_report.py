@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from rl_training import PPO
 from rl_training.cli.main import app
+from rl_training.errors import UserError
 from rl_training.run import film
 from rl_training.tools import report
 from rl_training.tools.compare import group_runs
