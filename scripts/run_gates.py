@@ -64,7 +64,7 @@ ADDED_LATER = {
     "architecture": "mlp", "target_networks": True, "joint_forward": "none",
     "learning_rate_decay": "none", "return_bound": None, "noise_repeat": 1,
     "actor_first": False, "observation_statistics": "batches", "target_entropy_per_dimension": None,
-    "her_ratio": 0.0, "her_strategy": "future",
+    "her_ratio": 0.0, "her_strategy": "future", "logvar_units": "standardized",
 }  # fmt: skip
 Q_LEARNING = (
     "dqn", "double_dqn", "dueling_dqn", "prioritized_dqn", "n_step_dqn", "c51_dqn", "noisy_dqn", "qr_dqn",

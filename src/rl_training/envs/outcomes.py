@@ -1,0 +1,149 @@
+"""What a learned model need not learn: known functions of a step that say where an episode ends and what a step earns.
+
+A user's environment, or a wrapper around it, may define
+
+    def model_terminated(self, obs, actions, next_obs): ...  # whether the episode ends there, bool [B]
+    def model_reward(self, obs, actions, next_obs): ...  # the reward of the step, float [B]
+
+Their arguments are float32 tensors of the learner's device: observations [B, O] as the policy reads them, before any
+normalization, and actions [B, A] in the range of the environment's action space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_training.envs.device import map_actions
+from rl_training.envs.factory import EnvRecipe, make_env
+from rl_training.envs.probe import play_at_random
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.errors import EnvironmentFailure, UserError, kind_and_line
+from rl_training.play import close_all
+
+ARGUMENTS = "(obs, actions, next_obs)"
+TRIED = 8  # random steps, before a run, with which a function is compared
+Ends = Callable[..., Any]  # next observations [B, O], an array or a tensor -> whether the episode ends there [B]
+Outcome = Callable[[Tensor, Tensor, Tensor], Tensor]  # obs, actions in [-1, 1] and next_obs -> one value each [B]
+
+
+class Outcomes:
+    """The known functions of a step, `ends` and `rewards`; None for what the model learns.
+
+    The environment's own functions come before a known termination. They are compared with a few random steps, and one
+    that does not take batches is refused. They are called on an environment of their own.
+    """
+
+    def __init__(self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int, device: str) -> None:
+        self.env_id = spaces.env_id
+        self.notes: list[str] = []
+        self.ends: Outcome | None = of_step(known_termination(recipe))
+        self.rewards: Outcome | None = None
+        self._env: Any = None
+        if recipe.made:  # a simulator, which nobody else may step
+            return
+        self._env, self._to_env = make_env(recipe), map_actions(spaces, torch.device(device))
+        try:
+            self._find(recipe, spaces, seed, device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _find(self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int, device: str) -> None:
+        """Find the environment's own functions, and try them."""
+        names = [name for name in ("model_terminated", "model_reward") if self._env.has_wrapper_attr(name)]
+        if not names:
+            return
+        steps = list(play_at_random(recipe, spaces, seed, TRIED))
+        obs, next_obs = (spaces.encode_rows([getattr(s, part) for s in steps]) for part in ("obs", "next_obs"))
+        actions = spaces.unmap_actions(np.stack([step.action for step in steps]))
+        batch = tuple(torch.from_numpy(rows).to(device, torch.float32) for rows in (obs, actions, next_obs))
+        for name in names:
+            found = self._of_batch(name, torch.bool if name == "model_terminated" else torch.float32)
+            told = found(*batch).cpu().numpy()
+            if name == "model_terminated":
+                self.ends, seen, what = found, np.array([float(step.terminated) for step in steps]), "ended "
+            else:
+                self.rewards, seen, what = found, np.array([step.reward for step in steps], np.float32), "paid "
+            if len(differ := np.flatnonzero(~np.isclose(told, seen, rtol=1e-3, atol=1e-3))):
+                first = differ[0]
+                both = f"a step of {self.env_id} {what}{seen[first]:.4g} and {name} says {told[first]:.4g}"
+                self.notes.append(f"{both}; imagined steps have the latter kind")
+
+    def _of_batch(self, name: str, dtype: torch.dtype) -> Outcome:
+        """The environment's function, for actions in [-1, 1]; what it returns is checked."""
+        function, in_words = self._env.get_wrapper_attr(name), "bool" if dtype == torch.bool else "float"
+
+        def outcome(obs: Tensor, actions: Tensor, next_obs: Tensor) -> Tensor:
+            try:
+                told = function(obs, self._to_env(actions), next_obs)
+            except Exception as error:
+                what = f"failed in {name}{ARGUMENTS}: {kind_and_line(error)}"
+                raise EnvironmentFailure.of(self.env_id, what) from error
+            given = f"a {type(told).__name__}"
+            if isinstance(told, Tensor):
+                given = f"a tensor {list(told.shape)} of {told.dtype}"
+                if told.shape == (len(obs),) and (told.dtype == torch.bool) == (dtype == torch.bool):
+                    return told.to(dtype)
+            wanted = f"a {in_words} tensor [{len(obs)}]"
+            raise UserError(f"{name} of {self.env_id} returned {given} for {len(obs)} steps; it must be {wanted}.")
+
+        return outcome
+
+    def close(self) -> None:
+        """Close the environment."""
+        close_all([] if self._env is None else [self._env])
+
+
+# Gymnasium's environments whose termination is a function of the next observation
+
+
+def never(*step: Any) -> Any:
+    """No step ends the episode."""
+    return step[0][:, 0] != step[0][:, 0]
+
+
+def inverted_pendulum(obs: Any) -> Any:
+    """The pole leans more than 0.2 rad."""
+    return ~(abs(obs[:, 1]) <= 0.2)
+
+
+def hopper(obs: Any) -> Any:
+    """The torso is low or leans, or a part of the state has left its range or is NaN."""
+    return ~((obs[:, 0] > 0.7) & (abs(obs[:, 1]) < 0.2) & (abs(obs[:, 1:]) < 100.0).all(-1))
+
+
+def walker2d(obs: Any) -> Any:
+    """The torso is low, high or leans."""
+    return ~((obs[:, 0] > 0.8) & (obs[:, 0] < 2.0) & (abs(obs[:, 1]) < 1.0))
+
+
+def ant(obs: Any) -> Any:
+    """The torso is low or high, or the state is not finite."""
+    return ~((obs[:, 0] >= 0.2) & (obs[:, 0] <= 1.0) & (abs(obs) < float("inf")).all(-1))
+
+
+def mountain_car(obs: Any) -> Any:
+    """The car has reached the flag and does not roll back."""
+    return (obs[:, 0] >= 0.45) & (obs[:, 1] >= 0.0)
+
+
+TERMINATIONS: dict[str, Ends] = {
+    "Pendulum-v1": never, "HalfCheetah-v5": never, "Swimmer-v5": never, "Reacher-v5": never, "Pusher-v5": never,
+    "InvertedPendulum-v5": inverted_pendulum, "Hopper-v5": hopper, "Walker2d-v5": walker2d, "Ant-v5": ant,
+    "MountainCarContinuous-v0": mountain_car,
+}  # fmt: skip
+
+
+def of_step(ends: Ends | None) -> Outcome | None:
+    """The function of a step that looks at the next observation alone."""
+    return ends if ends is None or ends is never else lambda obs, actions, next_obs: ends(next_obs)
+
+
+def known_termination(recipe: EnvRecipe) -> Ends | None:
+    """The termination function, if it is known and no option or wrapper of the recipe may change it."""
+    return TERMINATIONS.get(recipe.env_id) if recipe.is_plain and not recipe.kwargs else None
