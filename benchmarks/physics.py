@@ -310,10 +310,13 @@ def score(folders: list[Path]) -> None:
 
 
 def repeat(name: str, worlds: int, steps: int = 50) -> None:
-    """Whether three runs from the same states are the same to the bit, with and without `deterministic`; the cost."""
+    """Whether three runs from the same states are the same to the bit, with and without `deterministic`; the cost.
+
+    A GPU cannot capture the steps of `deterministic`, so both are made plainly, and those without it as a graph too.
+    """
     import torch
 
-    for deterministic in (False, True):
+    for deterministic, captured in ((False, True), (False, False), (True, False)):
         task, device = make_task(name), torch.device("cuda", 0)
         physics = task.worlds(worlds, device)
         if deterministic:
@@ -322,13 +325,15 @@ def repeat(name: str, worlds: int, steps: int = 50) -> None:
         first = task.reset(torch.rand(worlds, task.reset_noise, device=device, generator=generator))
         low, high = (torch.as_tensor(bound, device=device) for bound in (task.action_space.low, task.action_space.high))
         actions = torch.rand(steps, worlds, *task.action_space.shape, device=device, generator=generator)
-        ends, seconds = play_again(task, first, low + (high - low) * actions)
+        begun = time.perf_counter()
+        ends, seconds = play_again(task, first, low + (high - low) * actions, captured=captured)
         same = all(torch.equal(ends[0][part], other[part]) for other in ends[1:] for part in ends[0])
         row = {"what": "repeat", "task": name, "worlds": worlds, "deterministic": deterministic, "same": same}
-        tell({**row, "steps": steps * worlds / seconds, "fault": task.fault(ends[0])})
+        row |= {"captured": captured, "steps": steps * worlds / seconds, "fault": task.fault(ends[0])}
+        tell({**row, "seconds": time.perf_counter() - begun})
 
 
-def play_again(task: Any, first: Any, actions: Any, times: int = 3) -> tuple[list[Any], float]:
+def play_again(task: Any, first: Any, actions: Any, times: int = 3, *, captured: bool) -> tuple[list[Any], float]:
     """The last states of the same steps, made several times, and the seconds that the last ones took."""
     import torch
 
@@ -340,7 +345,7 @@ def play_again(task: Any, first: Any, actions: Any, times: int = 3) -> tuple[lis
         for part in here:
             here[part].copy_(now[part])
 
-    replay, ends, taken = graph_of(one), [], 0.0
+    replay, ends, taken = graph_of(one) if captured else one, [], 0.0
     for _ in range(times):
         for part in here:
             here[part].copy_(first[part])
