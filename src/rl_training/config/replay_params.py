@@ -355,6 +355,7 @@ class SmoothedTargetParams(DeterministicActorParams):
     """Several critics, noise on the target's action, and a delayed actor."""
 
     unused: ClassVar[Reasons] = (
+        Reason(("actor_q",), "num_critics is 1", lambda p: p.num_critics == 1),
         Reason(
             ("noise_clip",),
             "policy_noise is null",
