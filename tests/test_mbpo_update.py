@@ -418,7 +418,6 @@ def test_the_pool_of_imagined_rows_is_that_of_the_published_code(tmp_path: Path)
     by_hand(learner.dynamics_model, torch.zeros(7, 4), torch.tensor(-25.0))  # a rollout stays where it starts
     published: list[float] = []  # `_reallocate_model_pool` and `_rollout_model`: the largest size, then the rows
     for number, horizon in enumerate([1.0] * 9 + [1.9, 2.0, 2.4] + [2.0] * 5 + [3.0] * 6):
-        store.rollout_horizon = horizon
         store.imagine(learner, torch.full((5, 3), float(number)), horizon)
         published = (published + [float(number)] * (5 * int(horizon)))[-4 * 5 * int(horizon) :]
         drawn = store.imagined.sample(5_000, np.random.default_rng(0))["obs"][:, 0]

@@ -62,6 +62,17 @@ def test_functions_of_the_environment_say_what_its_steps_did() -> None:
     outcomes.close()
 
 
+def test_an_environment_may_reuse_its_arrays() -> None:
+    class Reuses(Known):
+        row = np.zeros(3, np.float32)
+
+        def _get_obs(self) -> Any:
+            self.row[:] = super()._get_obs()
+            return self.row
+
+    assert make(Reuses).notes == []
+
+
 def test_a_wrapper_may_have_them_and_they_come_before_a_known_termination() -> None:
     class Ends(gym.Wrapper[Any, Any, Any, Any]):
         def model_terminated(self, obs: Tensor, actions: Tensor, next_obs: Tensor) -> Tensor:

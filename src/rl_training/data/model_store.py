@@ -147,8 +147,7 @@ class ModelStore(Store):
                 if not len(obs):
                     break
         if self.params.synthetic_rounds is not None:
-            rows = self.params.synthetic_rounds * self.params.rollout_batch_size * int(self.rollout_horizon)
-            self.imagined.forget(rows)
+            self.imagined.forget(self.params.synthetic_rounds * self.params.rollout_batch_size * int(horizon))
         self.updates_since_round = 0
         self.metrics["synthetic_size"] = float(len(self.imagined))
 

@@ -11,6 +11,7 @@ normalization, and actions [B, A] in the range of the environment's action space
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,23 +57,25 @@ class Outcomes:
     def _find(self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int, device: str) -> None:
         """Find the environment's own functions, and try them."""
         names = [name for name in ("model_terminated", "model_reward") if self._env.has_wrapper_attr(name)]
-        if not names:
-            return
-        steps = list(play_at_random(recipe, spaces, seed, TRIED))
-        obs, next_obs = (spaces.encode_rows([getattr(s, part) for s in steps]) for part in ("obs", "next_obs"))
-        actions = spaces.unmap_actions(np.stack([step.action for step in steps]))
-        batch = tuple(torch.from_numpy(rows).to(device, torch.float32) for rows in (obs, actions, next_obs))
+        rows: list[list[Any]] = []
+        for step in play_at_random(recipe, spaces, seed, TRIED if names else 0):  # encoded at once: arrays are reused
+            seen = [spaces.encode_rows([obs])[0] for obs in (step.obs, step.next_obs)]
+            rows.append([seen[0], spaces.unmap_actions(step.action[None])[0], seen[1], step.terminated, step.reward])
+        parts = [np.array(part, np.float32) for part in zip(*rows, strict=True)]
+        columns = [torch.from_numpy(part).to(device) for part in parts]
         for name in names:
-            found = self._of_batch(name, torch.bool if name == "model_terminated" else torch.float32)
-            told = found(*batch).cpu().numpy()
-            if name == "model_terminated":
-                self.ends, seen, what = found, np.array([float(step.terminated) for step in steps]), "ended "
+            is_end = name == "model_terminated"
+            found = self._of_batch(name, torch.bool if is_end else torch.float32)
+            told, true = found(*columns[:3]), columns[3 if is_end else 4]
+            if is_end:
+                self.ends = found
             else:
-                self.rewards, seen, what = found, np.array([step.reward for step in steps], np.float32), "paid "
-            if len(differ := np.flatnonzero(~np.isclose(told, seen, rtol=1e-3, atol=1e-3))):
-                first = differ[0]
-                both = f"a step of {self.env_id} {what}{seen[first]:.4g} and {name} says {told[first]:.4g}"
-                self.notes.append(f"{both}; imagined steps have the latter kind")
+                self.rewards = found
+            for one, other in zip(true.tolist(), told.float().tolist(), strict=True):
+                if not math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3):
+                    both = f"{'ended' if is_end else 'paid'} {one:.4g} and {name} says {other:.4g}"
+                    self.notes.append(f"a step of {self.env_id} {both}; imagined steps have the latter kind")
+                    break
 
     def _of_batch(self, name: str, dtype: torch.dtype) -> Outcome:
         """The environment's function, for actions in [-1, 1]; what it returns is checked."""
