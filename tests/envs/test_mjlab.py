@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_training import PPO, SAC
-from rl_training.envs.simulator_shims import ManagerSimulator
+from rl_training.envs.simulator_shims import ManagerSimulator, RslRlSimulator
 from rl_training.record.metrics_file import read_metrics
 
 mjlab_envs = pytest.importorskip("mjlab.envs", reason="mjlab is not installed")
@@ -19,13 +19,23 @@ STEPS = 10
 pytestmark = pytest.mark.slow  # MuJoCo Warp compiles its kernels once, in some minutes
 
 
-def make(num_envs: int = 8) -> ManagerSimulator:
+def make_env(num_envs: int) -> Any:
     """Cartpole with episodes of `STEPS` steps."""
     from mjlab.tasks.registry import load_env_cfg
 
     cfg: Any = load_env_cfg("Mjlab-Cartpole-Balance")
     cfg.scene.num_envs, cfg.episode_length_s = num_envs, STEPS * cfg.decimation * cfg.sim.mujoco.timestep
-    return ManagerSimulator(mjlab_envs.ManagerBasedRlEnv(cfg, "cpu"))
+    return mjlab_envs.ManagerBasedRlEnv(cfg, "cpu")
+
+
+def make(num_envs: int = 8) -> ManagerSimulator:
+    return ManagerSimulator(make_env(num_envs))
+
+
+def make_vec_env() -> RslRlSimulator:
+    from mjlab.rl import RslRlVecEnvWrapper
+
+    return RslRlSimulator(RslRlVecEnvWrapper(make_env(8), clip_actions=1.0))
 
 
 def places(simulator: ManagerSimulator) -> Tensor:
@@ -68,14 +78,25 @@ def test_final_observations_are_those_before_the_reset_and_rows_end_alone() -> N
     assert ended == [(3, 3), (2, 4), (0, 10), (1, 10)]
 
 
-@pytest.mark.parametrize(("learner", "kwargs"), [
-    (PPO, {"num_steps": 16, "minibatch_size": 64}),
-    (SAC, {"learning_starts": 64, "train_frequency": 8, "batch_size": 32}),
+def test_in_the_vec_env_of_rsl_rl_time_outs_are_truncations_without_final_observations() -> None:
+    simulator = make_vec_env()
+    simulator.reset(torch.arange(8))
+    ends = [simulator.step(torch.zeros(8, 1))[2:5] for _ in range(STEPS)]
+    assert [bool(truncated.all()) for _, truncated, _ in ends] == [False] * (STEPS - 1) + [True]
+    assert not any(bool(terminated.any()) or final is not None for terminated, _, final in ends)
+
+
+OF_PPO: dict[str, Any] = {"num_steps": 16, "minibatch_size": 64}
+
+
+@pytest.mark.parametrize(("learner", "simulator", "kwargs"), [
+    (PPO, make, OF_PPO), (PPO, make_vec_env, OF_PPO),
+    (SAC, make, {"learning_starts": 64, "train_frequency": 8, "batch_size": 32}),
 ])  # fmt: skip
-def test_learners_train_evaluate_and_log(learner: Any, kwargs: dict[str, Any], tmp_path: Path) -> None:
-    simulator = {"action_limit": 1.0, "random_ages": True, "eval_rows": 2}
+def test_learners_train_evaluate_and_log(learner: Any, simulator: Any, kwargs: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"action_limit": 1.0, "random_ages": True, "eval_rows": 2}
     model = learner(
-        make, vectorization="device", env_kwargs={"simulator": simulator}, eval_episodes=4, hidden_sizes=[16],
+        simulator, vectorization="device", env_kwargs={"simulator": settings}, eval_episodes=4, hidden_sizes=[16],
         output_dir=str(tmp_path), log_interval=96, **kwargs,
     )  # fmt: skip
     result = model.learn(480, progress=False)
