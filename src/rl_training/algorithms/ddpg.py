@@ -102,7 +102,7 @@ class DDPG(GaussianExploration):
     gamma = Number("in [0, 1]", 0.99)
     tau = Number("in (0, 1]", 0.005)
     exploration_noise = Number(">= 0", 0.1, read="to act")
-    exploration_noise_min = Number(">= 0", None, read="to act")  # None: the same for all
+    exploration_noise_min = Setting(">= 0", None)  # None: the same for all
     target_actor = Setting(default=True)
     actor_q = Setting(default="first")
     policy_noise = Number(">= 0", None)  # None: the target's action has none

@@ -328,6 +328,9 @@ class DeterministicActorParams(ActorCriticParams):
     """A deterministic actor with exploration noise that follows the critic's gradient."""
 
     unused: ClassVar[Reasons] = (Reason(("shift_pixels",), "augmentation is none", lambda p: p.augmentation == "none"),)
+    fixed: ClassVar[Reasons] = (
+        Reason(("exploration_noise_min",), "it says how acting starts; exploration_noise may have a schedule"),
+    )
 
     exploration_noise: float = Field(0.1, ge=0, le=10, description="Deviation of the noise on actions in [-1, 1].")
     exploration_noise_min: float | None = Field(
