@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import signal
 from collections.abc import Iterable, Mapping
@@ -60,13 +61,17 @@ class Callback:
         """Called after the last step."""
 
 
-def read_callbacks(callbacks: Iterable[Callback] | None) -> list[Callback]:
-    """Check the callbacks; each must have at least one method to call."""
-    if callbacks is not None and not isinstance(callbacks, Iterable):
-        raise UserError(f"callbacks is a {type(callbacks).__name__}; it must be a list of callbacks.")
-    told = list(callbacks or ())
+def read_callbacks(callbacks: Iterable[Callback] | Callback | None) -> list[Callback]:
+    """The callbacks as a list, checked: each must have at least one method to call. One alone may be given as it is."""
+    told = list(callbacks) if isinstance(callbacks, Iterable) else [] if callbacks is None else [callbacks]
     events = [name for name in vars(Callback) if name.startswith("on_")]
     for callback in told:
+        if isinstance(callback, type):
+            name = callback.__name__
+            raise UserError(f"callbacks has the class {name}; give an object of it, which {name}() makes.")
+        if inspect.isroutine(callback):
+            what = f"callbacks has the function {callback.__name__}"
+            raise UserError(f"{what}; give an object of a class with a method such as on_update(self, run).")
         if not any(callable(getattr(callback, name, None)) for name in events):
             raise UserError(f"{callback!r} is not a callback; it needs one of the methods {', '.join(events)}.")
     return told
