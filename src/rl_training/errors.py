@@ -205,6 +205,11 @@ def definition(env: Any, method: str) -> str:
     return show_line(code.co_filename, code.co_firstlineno) if code and is_users_file(code.co_filename) else ""
 
 
+def install(extra: str) -> str:
+    """The command that installs an extra: of an installed package, and in a checkout of the source."""
+    return f"pip install 'rl-training[{extra}]', in a checkout '.[{extra}]'"
+
+
 def counted(number: int, noun: str) -> str:
     """`1 environment`, `8 environments`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -22,7 +22,7 @@ from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
-from rl_training.run import learner
+from rl_training.run import learner, workflows
 from rl_training.run.workflows import resume_training
 from rl_training.run.zoo import find_policy, list_zoo, read_card
 
@@ -127,6 +127,13 @@ def test_a_packaged_policy_refuses_to_learn_on_before_it_says_anything(
         A2C.from_zoo("cartpole").learn(64)
     assert not capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_enjoy_counts_its_episodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = {"eval_return_mean": 500.0, "eval_return_std": 0.0, "eval_episodes": 1}
+    monkeypatch.setattr(workflows, "evaluate_checkpoint", lambda *_, **__: metrics)
+    shown = CliRunner().invoke(app, ["enjoy", "a2c/cartpole", "--num-episodes", "1"]).output
+    assert "500.0 ± 0.0 over 1 evaluation episode\n" in shown
 
 
 def test_commands_of_the_zoo(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import rl_training
 from rl_training.cli import options
 from rl_training.cli.options import Text, option, whole_number
 from rl_training.cli.screen import make_console, print_facts
-from rl_training.errors import UserError, counted
+from rl_training.errors import UserError, counted, install
 
 if TYPE_CHECKING:
     from rl_training.tools.bench import Breakdown
@@ -157,9 +157,10 @@ def _show_machine(console: Console) -> None:
         ("gpu", "" if gpus else "none available to torch; everything runs on the CPU"),
     ])  # fmt: skip
     console.print("\n[bold]optional packages[/bold]")
-    missing = r"[yellow]not installed[/yellow]: pip install 'rl-training\[{}]'"
+    missing = "[yellow]not installed[/yellow], extra {}"
     print_facts(console, [(name, f"{_version(name, missing.format(extra))} [dim]({use})[/dim]")
                           for name, (extra, use) in OPTIONAL.items()])  # fmt: skip
+    console.print(f"\nan extra is installed by {escape(install('NAME'))}", soft_wrap=True)
 
 
 def _version(package: str, missing: str) -> str:

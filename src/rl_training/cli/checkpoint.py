@@ -97,7 +97,7 @@ def resume(
     config = result.policy.config
     title = f"{config.algo} on {config.env_id}, resumed at step {begun[0]:,}"
     trained = result.metrics["global_step"] - begun[0]
-    screen.print_run(screen.make_console(), result, title, screen.repeat_names(env, modules, networks), trained=trained)
+    screen.print_run(screen.make_console(), result, title, config.named_options, trained=trained)
     exit_after_signal(result)
 
 
@@ -189,11 +189,14 @@ def export(
     made = export_policy(path, file_format, output, names)
     facts, parity = made.facts, made.facts["parity"]
     if card:
+        from rl_training.config.train_config import name_again
         from rl_training.tools.report import render_card
 
         mean, half = screen.mean_interval(scores["eval_returns"])
         interval = (mean - (half or 0.0), mean + (half or 0.0))
-        write_text(f"{made.path}.md", render_card(made, config, scores, interval))
+        own = [name.partition(":")[0] for name in config.callables if ":" in name]
+        again = f"rl-training train --config config.yaml{name_again(None, [*names, *own])}"
+        write_text(f"{made.path}.md", render_card(made, config, scores, interval, again))
     screen.print_facts(screen.make_console(), [
         ("policy", screen.quote(made.path)),
         *((kind, escape(", ".join(f"{value['name']} {value['dtype']} ({', '.join(map(str, value['shape']))})"

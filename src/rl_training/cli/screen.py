@@ -237,7 +237,7 @@ def describe_return(metrics: dict[str, Any]) -> str:
 def print_run(
     console: Console, result: TrainResult, title: str, names: str = "", *, trained: int | None = None
 ) -> None:
-    """The summary of one run and the commands to run next; `names` is from `repeat_names`."""
+    """The summary of one run and the commands to run next; `names` are the `named_options` of its config."""
     if wants_json():
         typer.echo(json_line("finished", run=result.run_dir, checkpoint=result.checkpoint_path, metrics=result.metrics))
         return
@@ -264,13 +264,6 @@ def print_run(
     console.print("\nnext")
     console.print(f"  rl-training eval {given} --num-episodes 20", soft_wrap=True)
     console.print(f"  {resume_command(join_ranks().count)} {given} {larger_budget(metrics)}".rstrip(), soft_wrap=True)
-
-
-def repeat_names(env: str | None, modules: Iterable[str] | None, networks: Iterable[str] = ()) -> str:
-    """The `--env` and `--import` that the next command needs, because a file alone never calls a user's function."""
-    named = "" if env is None else f" --env {shlex.quote(env)}"
-    names = dict.fromkeys([*(modules or ()), *(network.partition(":")[0] for network in networks)])
-    return named + "".join(f" --import {shlex.quote(name)}" for name in names)
 
 
 def larger_budget(metrics: dict[str, Any]) -> str:

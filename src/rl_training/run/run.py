@@ -467,6 +467,8 @@ class Run:
         self._tell("on_end")
         if self.state.logged != logged:
             self.log_row(last=True)
+        if self.shows_progress:
+            self.recorder.show_progress(last=True)
         return {
             "global_step": self.step,
             **self.recorder.progress_metrics(),

@@ -234,6 +234,9 @@ def resume_training(
                 notes.append(f"{where}; this run is in {home}.")
             if begun_in is not None and not elsewhere:
                 notes.append(f"{path} is not the newest state of {begun_in}, so this branch gets its own folder.")
+        network = (wanted.get("algo_kwargs") or {}).get("network")
+        said = env if isinstance(env, tuple) else (env,)
+        session.config = session.config.naming(*(name for name in (*said, network) if isinstance(name, str)))
         with closed_on_error(session):
             run_dir = in_place or ranks.first(lambda: branch_run_dir(session.config, begun_in))
             if in_place is None:
