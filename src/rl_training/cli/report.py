@@ -78,7 +78,9 @@ def summarize_run(folder: Path) -> dict[str, Any]:
 
     run = read_run(folder)
     newest = run.rows[-1] if run.rows else {"step": 0}
-    steps, budget = int(check_number(newest, "step")), check_number(run.config, "total_timesteps", "config.yaml")
+    steps = int(check_number(newest, "step"))
+    budget = check_number(run.config, "total_timesteps", "config.yaml")
+    budget = int(budget) if budget.is_integer() else budget
     returns = [check_number(row, EVALUATED) for row in run.rows if EVALUATED in row]
     trained = check_number(newest, TRAINED) if TRAINED in newest else None
     return {

@@ -63,7 +63,7 @@ def run_to_exit_code(action: Callable[[], Any], *, debug: bool = False) -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except (KeyboardInterrupt, typer.Abort, errors.Terminated) as stop:
-        typer.echo("\nstopped at once.", err=True)
+        tell("stopped at once." if wants_json() else "\nstopped at once.")
         return BY_SIGNAL + signal.SIGTERM if isinstance(stop, errors.Terminated) else STOPPED
     except BrokenPipeError as error:
         if not _stdout_is_gone():
@@ -223,6 +223,13 @@ def drawing_shown(directory: str | None) -> Iterator[Callable[[int, int], None] 
         yield watch
 
 
+def ending(result: TrainResult) -> str:
+    """The event of a run's end: `finished`, or `stopped` by a signal or a callback."""
+    from rl_training.run.folder import COMPLETE
+
+    return "finished" if result.metrics["stop_reason"] in COMPLETE else "stopped"
+
+
 def describe_return(metrics: dict[str, Any]) -> str:
     """The return of the evaluation or, without one, of the training episodes."""
     if "eval_return_mean" in metrics:
@@ -239,7 +246,8 @@ def print_run(
 ) -> None:
     """The summary of one run and the commands to run next; `names` are the `named_options` of its config."""
     if wants_json():
-        typer.echo(json_line("finished", run=result.run_dir, checkpoint=result.checkpoint_path, metrics=result.metrics))
+        facts = {"run": result.run_dir, "checkpoint": result.checkpoint_path, "metrics": result.metrics}
+        typer.echo(json_line(ending(result), **facts))
         return
     from rl_training.record.logger import format_duration  # here because it imports numpy
 
@@ -321,7 +329,7 @@ def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -
     """One row per seed, then the mean over the seeds whose runs are finished, with its interval."""
     if wants_json():
         for seed, result in runs:
-            typer.echo(json_line("finished", seed=seed, run=result.run_dir, metrics=result.metrics))
+            typer.echo(json_line(ending(result), seed=seed, run=result.run_dir, metrics=result.metrics))
         return
     from rl_training.run.folder import COMPLETE
 

@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from rl_training.algorithms.base import Algorithm, defines_explore
+from rl_training.algorithms.base import Algorithm, defines_explore, overrides
 from rl_training.algorithms.reward_scale import RunningReturns
 from rl_training.collect.device import DeviceCollector, DeviceStepCollector, SimulatorCollector
 from rl_training.collect.local import Behaviour, Collector, LocalCollector
@@ -172,6 +172,10 @@ def resolve_plan(plan: Plan) -> Plan:
         raise UserError("replay_memory is 'device', but device is 'cpu'; there it must be auto or host.")
     local_rank = ranks.local_rank if ranks.count > 1 else None
     config = resolve(asked.model_copy(update={"device": device}), params, plan.recipe, plan.spaces, local_rank)
+    samples = config.vectorization == "device" and plan.spec.lane == "rollout"
+    if samples and overrides(plan.spec.learner, "act") and not overrides(plan.spec.learner, "sample"):
+        what = f"{plan.spec.name} defines act, but with vectorization 'device' rollouts call sample"
+        raise UserError(f"{what}; define sample(obs, noise) too, or set vectorization to sync.")
     notes = [why] if why else []
     if copied := stays_on_host(config, plan.spec, params, plan.recipe):
         notes.append(f"every transition is copied from the device to the host: {copied}")

@@ -18,6 +18,7 @@ from rl_training.config.train_config import load_config
 from rl_training.envs.factory import UserEnv, read_env, read_recipe
 from rl_training.envs.probe import probe_spaces
 from rl_training.errors import UserError, counted
+from rl_training.record.json_lines import check_log_format
 from rl_training.run import learner
 from rl_training.run.build import Session, closed_on_error, open_session
 from rl_training.run.evaluation import Evaluator, Watch
@@ -71,6 +72,7 @@ def train(
     143; with `raise_on_signal=False` it returns the result instead. With `continues`, the run of that name is resumed
     if it has a checkpoint, and its result is returned at once if it is done.
     """
+    check_log_format()
     told, env = read_callbacks(callbacks), read_env(env)
     ranks, config = join_ranks(), read_config(config, env)
     found = ranks.first(lambda: find_run(config)) if continues else None
@@ -215,6 +217,7 @@ def resume_training(
     The budget (schedules stretch) and the location of files may change; any other key in `changes` needs `force`.
     `raise_on_signal` is as in `train`.
     """
+    check_log_format()
     told = read_callbacks(callbacks)
     named = {"total_timesteps": total_timesteps, "output_dir": None if output_dir is None else str(output_dir)}
     wanted = {**(changes or {}), **{name: value for name, value in named.items() if value is not None}}
