@@ -347,12 +347,18 @@ def test_the_last_line_is_that_of_the_last_step(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_last_line_is_not_repeated(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    logger = make(tmp_path, console=True, stream=stream, clock=Clock())
+    stream, clock = io.StringIO(), Clock()
+    logger = make(tmp_path, console=True, stream=stream, clock=clock)
     for last in (False, False, True, True):
         logger.progress(10, 50.0, 3.0, 21.5, last=last)
     logger.progress(20, 50.0, 3.0, 21.5, last=True)
-    assert [line.split()[1][:3] for line in stream.getvalue().splitlines()] == ["10/", "20/"]
+    clock.now += 6
+    logger.progress(20, 50.0, 3.0, 21.5, doing="evaluating")
+    logger.progress(20, 50.0, 3.0, 21.5, last=True)
+    lines = stream.getvalue().splitlines()
+    assert [(line.split()[1][:3], "evaluating" in line) for line in lines] == [
+        ("10/", False), ("20/", False), ("20/", True), ("20/", False),
+    ]  # fmt: skip
     logger.close()
 
 

@@ -150,9 +150,10 @@ def _show_machine(console: Console) -> None:
     print_facts(console, [("rl-training", rl_training.__version__), ("python", python),
                           *((name, _version(name, "[red]missing[/red]")) for name in NEEDED)])  # fmt: skip
     console.print("\n[bold]devices[/bold]")
+    threads = counted(torch.get_num_threads(), "thread")
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     print_facts(console, [
-        ("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads unless a run chooses"),
+        ("cpu", f"{os.cpu_count()} cores, torch uses {threads} unless a run chooses"),
         *((f"cuda:{i}", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB") for i, gpu in enumerate(gpus)),
         ("gpu", "" if gpus else "none available to torch; everything runs on the CPU"),
     ])  # fmt: skip

@@ -109,10 +109,10 @@ class RunLogger:
     ) -> None:  # fmt: skip
         """Redraw the live line of a terminal, at most 4 times a second, or print a plain line every 5 seconds.
 
-        The `last` one of a run is always shown, unless the run has not moved since.
+        The `last` one of a run is always shown, unless the line before it says the same.
         """
         now = self._clock()
-        if self._stream is None or (step == self._shown if last else now < self._due):
+        if self._stream is None or (step == self._shown and not self._doing if last else now < self._due):
             return
         self._shown = step
         self._due, self._doing = now + (_LIVE_SECONDS if self._live else _PLAIN_SECONDS), doing

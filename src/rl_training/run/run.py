@@ -18,7 +18,7 @@ from rl_training.algorithms.base import UpdateResult, read_metrics
 from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.stepper import Episode, Step
-from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError, did_you_mean
+from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError, did_you_mean, sb3_hints
 from rl_training.record.checkpoints import CheckpointFolder
 from rl_training.run.build import Session, describe_machine
 from rl_training.run.evaluation import EvaluationResult, Evaluator
@@ -40,6 +40,10 @@ class Callback:
     `run` has `step`, `updates`, `config`, `run_dir`, `metrics`, the newest value of every logged metric, `envs`,
     `predict`, and `log`, `save_checkpoint` and `evaluate_in` to call.
     """
+
+    def __getattr__(self, name: str) -> NoReturn:
+        hint = f"; {remark}" if (remark := sb3_hints()["remarks"].get(name)) else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def on_start(self, run: Run) -> bool | None:
         """Called before the first step."""
@@ -72,6 +76,10 @@ def read_callbacks(callbacks: Iterable[Callback] | Callback | None) -> list[Call
         if inspect.isroutine(callback):
             what = f"callbacks has the function {callback.__name__}"
             raise UserError(f"{what}; give an object of a class with a method such as on_update(self, run).")
+        if theirs := [name for name in dir(callback) if name.startswith("_on_") and name in sb3_hints()["names"]]:
+            (ours,) = sb3_hints()["names"][theirs[0]]
+            form = f"{ours}({', '.join(inspect.signature(getattr(Callback, ours)).parameters)})"
+            raise UserError(f"the callback {type(callback).__name__} has {theirs[0]}, which is {form} here.")
         if not any(callable(getattr(callback, name, None)) for name in events):
             raise UserError(f"{callback!r} is not a callback; it needs one of the methods {', '.join(events)}.")
     return told
