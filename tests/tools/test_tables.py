@@ -211,5 +211,6 @@ def test_load_runs_is_a_frame_with_what_differs(tmp_path: Path, table: Path) -> 
 
 def test_without_pandas_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UserError, match=re.escape("load_runs needs pandas; run pip install 'rl-training[pandas]'.")):
+    wanted = "load_runs needs pandas; run pip install 'rl-training[pandas]', in a checkout '.[pandas]'."
+    with pytest.raises(UserError, match=re.escape(wanted)):
         rl_training.load_runs("runs")

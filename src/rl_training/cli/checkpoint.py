@@ -86,6 +86,7 @@ def resume(
     network = changes.get("algo_kwargs", {}).get("network")
     networks = [network] if isinstance(network, str) else []
     named = options.name_environment(env, modules, networks)
+    from rl_training.config.train_config import name_again
     from rl_training.run.workflows import resume_training
 
     begun: list[int] = []
@@ -97,7 +98,8 @@ def resume(
     config = result.policy.config
     title = f"{config.algo} on {config.env_id}, resumed at step {begun[0]:,}"
     trained = result.metrics["global_step"] - begun[0]
-    screen.print_run(screen.make_console(), result, title, config.named_options, trained=trained)
+    again = name_again(env, [*(modules or ()), *(name.partition(":")[0] for name in networks)])
+    screen.print_run(screen.make_console(), result, title, again, trained=trained)
     exit_after_signal(result)
 
 

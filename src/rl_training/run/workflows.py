@@ -14,7 +14,7 @@ import torch
 from rl_training.config.choices import torch_settings_restored
 from rl_training.config.settings import AnyConfig, keys_located, read_config
 from rl_training.config.spec import AlgorithmSpec
-from rl_training.config.train_config import load_config
+from rl_training.config.train_config import TrainConfig, load_config
 from rl_training.envs.factory import UserEnv, read_env, read_recipe
 from rl_training.envs.probe import probe_spaces
 from rl_training.errors import UserError, counted
@@ -206,6 +206,24 @@ def evaluate_checkpoint(
     return {**result.metrics(), "eval_returns": result.returns, "eval_lengths": result.lengths}
 
 
+def said_again(config: TrainConfig, wanted: Mapping[str, Any], env: UserEnv | None) -> list[str]:
+    """The modules, the environment and the network that the user of a resume named, for the config to know."""
+    network = (wanted.get("algo_kwargs") or {}).get("network")
+    modules = env if isinstance(env, tuple) else (env,) if env == config.env_id else ()
+    return [name for name in (*modules, network) if isinstance(name, str)]
+
+
+def why_there(
+    path: learner.PathLike, begun_in: Path | None, home: str, named_there: str, *, elsewhere: bool
+) -> list[str]:
+    """A sentence if a resumed run gets a folder that its user may not expect."""
+    if begun_in is None and named_there != home:
+        return [f"{path} names output_dir {named_there!r}, which only you may choose; this run is in {home}."]
+    if begun_in is not None and not elsewhere:
+        return [f"{path} is not the newest state of {begun_in}, so this branch gets its own folder."]
+    return []
+
+
 @torch_settings_restored()
 def resume_training(
     path: learner.PathLike, *, total_timesteps: int | None = None, output_dir: learner.PathLike | None = None,
@@ -232,14 +250,8 @@ def resume_training(
         if in_place is None and "output_dir" not in wanted:
             home, named_there = home_of(Path(path)), session.config.output_dir
             session.config = session.config.model_copy(update={"output_dir": home})
-            if begun_in is None and named_there != home:
-                where = f"{path} names output_dir {named_there!r}, which only you may choose"
-                notes.append(f"{where}; this run is in {home}.")
-            if begun_in is not None and not elsewhere:
-                notes.append(f"{path} is not the newest state of {begun_in}, so this branch gets its own folder.")
-        network = (wanted.get("algo_kwargs") or {}).get("network")
-        said = env if isinstance(env, tuple) else (env,)
-        session.config = session.config.naming(*(name for name in (*said, network) if isinstance(name, str)))
+            notes += why_there(path, begun_in, home, named_there, elsewhere=elsewhere)
+        session.config = session.config.naming(*said_again(session.config, wanted, env))
         with closed_on_error(session):
             run_dir = in_place or ranks.first(lambda: branch_run_dir(session.config, begun_in))
             if in_place is None:
