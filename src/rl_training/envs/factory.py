@@ -21,7 +21,7 @@ from pydantic import Field
 from rl_training.envs.pool import PoolEnvironment, is_pool
 from rl_training.envs.rendering import drawing_explained, follow_robot, hear_mujoco
 from rl_training.envs.wrappers import Env, WrapperOptions, layers, wrap
-from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
+from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line, install
 from rl_training.validation import StrictModel, validate
 
 # What the user may give as the environment: an id instead of the config's, a callable that makes it, an instance, or
@@ -306,7 +306,7 @@ def register_on_demand(env_id: str) -> None:
     try:
         importlib.import_module(module)
     except ImportError:
-        raise UserError(f"{env_id} needs the extra {extra!r} (pip install 'rl-training[{extra}]').") from None
+        raise UserError(f"{env_id} needs the extra {extra!r} ({install(extra)}).") from None
 
 
 def check_module(field: str, value: str, argument: str | None = None) -> None:
