@@ -201,6 +201,13 @@ def test_a_policy_goes_on_in_another_environment_of_the_same_spaces(
     assert loaded.learn(16).run_dir == after.run_dir  # from here on it is a run like any other
 
 
+def test_two_runs_that_move_to_another_environment_share_no_episodes(tmp_path: Path) -> None:
+    checkpoint = make(tmp_path, env_kwargs={"length": 5}).learn().checkpoint_path
+    for length in (9, 1):
+        moved = A2C.load(checkpoint, env=lambda length=length: Hill(length), output_dir=tmp_path / str(length))
+        assert moved.learn(64).metrics["episode_length_mean"] <= length
+
+
 def test_new_episodes_in_another_environment_start_with_no_return(tmp_path: Path) -> None:
     """Only a resume in the same environments continues their discounted returns."""
     managed = make(tmp_path, PPO, env_kwargs={"length": 500, "wrappers": {"normalize_reward": True}})

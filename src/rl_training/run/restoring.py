@@ -26,10 +26,14 @@ FREE_KEYS = BUDGET_KEYS | {  # none affects learning
     "output_dir", "name", "loggers", "worker_timeout", "max_worker_restarts", "ray", "algo_kwargs.replay_folder",
     "algo_kwargs.replay_memory",
 }  # fmt: skip
-# what a run knows about a new environment
-UNMEASURED = {"best_return": -math.inf, "good_evaluations": 0, "episodes": [], "last_evaluation": {}}
 ASKED_FILE = "asked.yaml"  # the config before any `auto` was resolved
 BEFORE_A_CHECKPOINT = {"config.yaml", "manifest.json", "metrics.jsonl", "checkpoints", ASKED_FILE, END_FILE}
+
+
+def in_a_new_environment(state: RunState) -> RunState:
+    """The counters, without what was measured in the old environment."""
+    nothing = {"best_return": -math.inf, "good_evaluations": 0, "episodes": [], "successes": [], "last_evaluation": {}}
+    return state.model_copy(update=nothing)
 
 
 def restore_session(
@@ -43,7 +47,7 @@ def restore_session(
     state = validate(RunState, tree["run"], f"{path}, run")
     config, notes = change_config(stored, wanted, force=force)
     if config.env_id != stored.env_id:
-        tree, state = {**tree, "source": leave_episodes(tree["source"])}, state.model_copy(update=UNMEASURED)
+        tree, state = {**tree, "source": leave_episodes(tree["source"])}, in_a_new_environment(state)
     if "replay_folder" not in (wanted.get("algo_kwargs") or {}):
         config, note = keep_replay_at_home(config, Path(path), elsewhere="output_dir" in wanted)
         notes += note
