@@ -25,9 +25,9 @@ NAMES = (
     "rainbow_dqn ddpg td3 sac naf d4pg rlpd bc mopo mbpo gail dreamer"
 )
 CONTRACT = NAMES.split()
-EXPLAINED = dict.fromkeys(("ACER", "ACKTR"), "deferred for runtime redesign") | dict.fromkeys(
-    ("Ape-X", "A3C", "Asynchronous IMPALA", "Asynchronous APPO"), "implemented by settings"
-)
+DEFERRED = ("ACER", "ACKTR", "MuZero", "TD-MPC2", "MADDPG", "QMIX", "MAPPO")
+BY_SETTINGS = ("Ape-X", "A3C", "Asynchronous IMPALA", "Asynchronous APPO", "HER", "DRQN", "DrQ-v2", "Cal-QL")
+EXPLAINED = dict.fromkeys(DEFERRED, generator.DEFERRED) | dict.fromkeys(BY_SETTINGS, generator.BY_SETTINGS)
 
 
 @pytest.fixture(scope="module")
