@@ -99,6 +99,9 @@ CASES: dict[str, Case] = {
     ),
     "ppo": (CHEETAH, rollout, EPOCHS), "appo": (CHEETAH, rollout, EPOCHS | {"minibatch_size": 4 * ROWS}),
     **dict.fromkeys(("a2c", "impala", "trpo"), (CHEETAH, rollout, ON_POLICY)), "gail": (CHEETAH, rollout, EPOCHS),
+    **dict.fromkeys(("tqc", "redq", "droq", "crossq", "simba", "simbav2", "flash_sac"), (CHEETAH, replay, {})),
+    **dict.fromkeys(("iql", "awac", "td3_bc", "rebrac", "cql"), (CHEETAH, replay, {})),
+    "discrete_sac": (LANDER, replay, WIDE), "pqn": (LANDER, rollout, EPOCHS),
     "dqn of images": (ATARI, replay, {"hidden_sizes": (512,), "batch_size": 32}),
     "dreamer": (CHEETAH, windows, {"size": "xs", "batch_size": 16, "sequence_length": 32}),
 }  # fmt: skip

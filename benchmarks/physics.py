@@ -239,7 +239,7 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def learn(name: str, seed: int, seconds: float, folder: Path, every: float) -> None:
-    """Train a preset for so many seconds, and keep a checkpoint every few seconds."""
+    """Train a preset for so many seconds, and keep a policy every few seconds; whoever stops it loses none of them."""
     import rl_training
     from rl_training import Callback
 
@@ -257,6 +257,9 @@ def learn(name: str, seed: int, seconds: float, folder: Path, every: float) -> N
             marks.append({"seconds": now - begun - self.saving, "step": run.step, "updates": run.updates})
             marks[-1]["training_return"] = run.metrics.get("episode_return_mean")
             run.save_checkpoint(keep_step=True)
+            folder = Path(run.run_dir)
+            reduce(folder / "checkpoints" / f"step_{run.step}.ckpt", folder / "policies" / f"{run.step}.policy")
+            (folder / "marks.json").write_text(json.dumps({**about, "marks": marks}), encoding="utf-8")
             self.saving += time.perf_counter() - now
             print(name, seed, marks[-1], flush=True)
             return False if marks[-1]["seconds"] > seconds else None
@@ -266,22 +269,18 @@ def learn(name: str, seed: int, seconds: float, folder: Path, every: float) -> N
     config |= {"total_timesteps": 10**10, "replay_in_checkpoint": False, **given.get("config", {})}
     config["algo_kwargs"] = {**config.get("algo_kwargs", {}), **given.get("algo_kwargs", {})}
     learner = getattr(rl_training, rl_training.experiment.registry.get_algorithm_spec(config["algo"]).class_name)
-    result = learner(config).learn(callbacks=[Keep()], progress=False)
-    run = Path(result.run_dir)
-    (run / "policies").mkdir()
-    for mark in marks:
-        reduce(run / "checkpoints" / f"step_{mark['step']}.ckpt", run / "policies" / f"{mark['step']}.policy")
-    about = {"preset": name, "seed": seed, "set": given, "worlds": config["num_envs"], "marks": marks}
-    (run / "marks.json").write_text(json.dumps(about), encoding="utf-8")
+    about = {"preset": name, "seed": seed, "set": given, "worlds": config["num_envs"]}
+    learner(config).learn(callbacks=[Keep()], progress=False)
 
 
 def reduce(checkpoint: Path, policy: Path) -> None:
-    """Replace a checkpoint by a policy file with weights of 16 bits."""
+    """Replace a checkpoint by a policy file with weights of 16 bits, in a folder that is made if it is missing."""
     from rl_training.record.checkpoints import save_checkpoint
     from rl_training.run.learner import load_algorithm, policy_tree, read_checkpoint
 
     tree = read_checkpoint(checkpoint)
     algorithm, _, _ = load_algorithm(checkpoint, tree)
+    policy.parent.mkdir(exist_ok=True)
     save_checkpoint(policy, policy_tree(tree, algorithm, half=True))
     checkpoint.unlink()
 
@@ -311,10 +310,13 @@ def score(folders: list[Path]) -> None:
 
 
 def repeat(name: str, worlds: int, steps: int = 50) -> None:
-    """Whether three runs from the same states are the same to the bit, with and without `deterministic`; the cost."""
+    """Whether three runs from the same states are the same to the bit, with and without `deterministic`; the cost.
+
+    A GPU cannot capture the steps of `deterministic`, so both are made plainly, and those without it as a graph too.
+    """
     import torch
 
-    for deterministic in (False, True):
+    for deterministic, captured in ((False, True), (False, False), (True, False)):
         task, device = make_task(name), torch.device("cuda", 0)
         physics = task.worlds(worlds, device)
         if deterministic:
@@ -323,13 +325,15 @@ def repeat(name: str, worlds: int, steps: int = 50) -> None:
         first = task.reset(torch.rand(worlds, task.reset_noise, device=device, generator=generator))
         low, high = (torch.as_tensor(bound, device=device) for bound in (task.action_space.low, task.action_space.high))
         actions = torch.rand(steps, worlds, *task.action_space.shape, device=device, generator=generator)
-        ends, seconds = play_again(task, first, low + (high - low) * actions)
+        begun = time.perf_counter()
+        ends, seconds = play_again(task, first, low + (high - low) * actions, captured=captured)
         same = all(torch.equal(ends[0][part], other[part]) for other in ends[1:] for part in ends[0])
         row = {"what": "repeat", "task": name, "worlds": worlds, "deterministic": deterministic, "same": same}
-        tell({**row, "steps": steps * worlds / seconds, "fault": task.fault(ends[0])})
+        row |= {"captured": captured, "steps": steps * worlds / seconds, "fault": task.fault(ends[0])}
+        tell({**row, "seconds": time.perf_counter() - begun})
 
 
-def play_again(task: Any, first: Any, actions: Any, times: int = 3) -> tuple[list[Any], float]:
+def play_again(task: Any, first: Any, actions: Any, times: int = 3, *, captured: bool) -> tuple[list[Any], float]:
     """The last states of the same steps, made several times, and the seconds that the last ones took."""
     import torch
 
@@ -341,7 +345,7 @@ def play_again(task: Any, first: Any, actions: Any, times: int = 3) -> tuple[lis
         for part in here:
             here[part].copy_(now[part])
 
-    replay, ends, taken = graph_of(one), [], 0.0
+    replay, ends, taken = graph_of(one) if captured else one, [], 0.0
     for _ in range(times):
         for part in here:
             here[part].copy_(first[part])

@@ -30,11 +30,11 @@ def config_hash(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def rows_of(run: RunRecord, machine: str) -> list[Row]:
+def rows_of(run: RunRecord, machine: str, commit: str = "") -> list[Row]:
     """One row per evaluation of a finished run."""
     if run.status != "done":
         raise SystemExit(f"{run.folder} is {run.status} at step {run.last_step:,}; finish it first.")
-    commit = str((run.manifest.get("git") or {}).get("commit", ""))[:12]
+    commit = commit or str((run.manifest.get("git") or {}).get("commit", ""))[:12]
     interval = int(run.settings.get("eval_interval") or 0)
     steps, returns = run.curve(EVALUATED)
     same = {"algo": run.algo, "env": run.env_id, "seed": run.config["seed"]}
@@ -64,9 +64,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--machine", default=platform.machine(), help="a name for the machine they ran on")
+    parser.add_argument("--commit", default="", help="of runs on a machine that has no git")
     parser.add_argument("--table", type=Path, default=TABLE)
     arguments = parser.parse_args()
-    new = [row for folder in arguments.runs for row in rows_of(read_run(folder), arguments.machine)]
+    new = [row for folder in arguments.runs for row in rows_of(read_run(folder), arguments.machine, arguments.commit)]
     old = list(csv.DictReader(arguments.table.open())) if arguments.table.is_file() else []
     with arguments.table.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

@@ -64,16 +64,19 @@ ADDED_LATER = {
     "architecture": "mlp", "target_networks": True, "joint_forward": "none",
     "learning_rate_decay": "none", "return_bound": None, "noise_repeat": 1,
     "actor_first": False, "observation_statistics": "batches", "target_entropy_per_dimension": None,
-    "her_ratio": 0.0, "her_strategy": "future",
+    "her_ratio": 0.0, "her_strategy": "future", "exploration_noise_min": None, "target_actor": True,
+    "own_targets": False,
 }  # fmt: skip
 Q_LEARNING = (
     "dqn", "double_dqn", "dueling_dqn", "prioritized_dqn", "n_step_dqn", "c51_dqn", "noisy_dqn", "qr_dqn",
     "rainbow_dqn", "iqn", "fqf",
 )  # fmt: skip
+ONE_CRITIC = {"num_critics": 1, "actor_q": "first", "policy_noise": None, "noise_clip": 0.5, "policy_delay": 1}
 ADDED_TO = {  # the same, where other algorithms always had it
     **{name: {"num_atoms": None, "v_min": None, "v_max": None} for name in ("sac", "tqc", "redq", "droq", "rlpd")},
-    "d4pg": {"target_update_interval": 1},
-    "ddpg": {"num_critics": 1, "policy_noise": None, "noise_clip": 0.5, "policy_delay": 1},
+    "d4pg": {"target_update_interval": 1, **ONE_CRITIC},
+    "ddpg": ONE_CRITIC,
+    "td3": {"actor_q": "first"},
     **{algo: {"sequence_length": 40} for algo in Q_LEARNING},
 }
 ALWAYS_THERE = {  # of those, in these algorithms

@@ -87,8 +87,8 @@ def test_the_actor_climbs_the_critic_that_is_named(actor_q: str) -> None:
 
 
 def test_another_name_for_the_climbed_critic_is_refused() -> None:
-    with pytest.raises(UserError, match="actor_q is 'mean'; it must be 'first' or 'min'"):
-        make(actor_q="mean")
+    with pytest.raises(UserError, match="actor_q is 'max'; it must be 'first', 'min' or 'mean'"):
+        make(actor_q="max")
 
 
 def test_the_actor_moves_every_second_update_and_imitates_alone_with_no_weight_on_values() -> None:

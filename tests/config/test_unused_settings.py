@@ -70,7 +70,7 @@ NEVER_USED = {
 REFUSED = {
     "epsilon_ladder", "network", "critic_obs", "n_step", "prioritized", "dataset_kind", "dataset_path", "dataset_id",
     "expert_dataset_kind", "expert_dataset_path", "expert_dataset_id", "expert_checkpoint", "augmentation",
-    "memory", "critic_dropout", "her_ratio", "num_quantiles", "num_atoms", "architecture",
+    "memory", "critic_dropout", "her_ratio", "num_quantiles", "num_atoms", "architecture", "own_targets",
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from rl_training.envs.probe import probe_spaces
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
 from rl_training.run import learner
-from rl_training.run.workflows import resume_training
+from rl_training.run.workflows import resume_training, train
 from rl_training.run.zoo import find_policy, list_zoo, read_card
 
 
@@ -67,6 +67,17 @@ def test_half_precision_acts_nearly_the_same_in_half_the_bytes(tmp_path: Path) -
     assert 0 < difference < 0.02
     assert paths[1].stat().st_size < 0.6 * paths[0].stat().st_size
     assert all(p.dtype == torch.float32 for p in narrow.algorithm.parameters())
+
+
+def test_half_precision_keeps_statistics_that_16_bits_cannot_hold(tmp_path: Path) -> None:
+    config = tiny("a2c", tmp_path, env_kwargs={"wrappers": {"normalize_observation": True}})
+    checkpoint = train(config, console=False).checkpoint_path
+    tree = learner.read_checkpoint(checkpoint)
+    algorithm, _, _ = learner.load_algorithm(checkpoint, tree)
+    name = next(name for name, _ in algorithm.acting().named_buffers() if name.endswith("var"))
+    algorithm.acting().get_buffer(name).fill_(1e6)
+    path = save_checkpoint(tmp_path / "half.policy", learner.policy_tree(tree, algorithm, half=True))
+    assert bool((learner.load_policy(path).algorithm.acting().get_buffer(name) == 1e6).all())
 
 
 def test_training_does_not_continue_from_a_policy_file(tmp_path: Path) -> None:

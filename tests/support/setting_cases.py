@@ -37,7 +37,7 @@ OTHER: dict[str, Any] = {  # another value than the default, of a setting with t
     "target_entropy_per_dimension": -0.2, "sequence_length": 8,
     "reward_scale": 0.1, "target_gap": 1.0, "least_difference": 9.0, "max_weight": 0.5, "actor_bc_coef": 0.3,
     "huber_delta": 0.01,
-    "return_bound": 0.5, "noise_repeat": 1,
+    "return_bound": 0.5, "noise_repeat": 1, "exploration_noise_min": 0.01,
 }  # fmt: skip
 
 

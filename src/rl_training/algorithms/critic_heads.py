@@ -78,11 +78,20 @@ class QuantileHead:
         return losses, errors.detach().mean(0)
 
 
+def with_least_mean(probs: Tensor, support: Tensor) -> Tensor:
+    """For each row the distribution of the critic whose mean is smallest: [E, B, K], [K] -> [B, K]."""
+    if len(probs) == 1:
+        return probs[0]
+    chosen = (probs @ support).argmin(0).view(1, -1, 1).expand(1, *probs.shape[1:])
+    return probs.gather(0, chosen).squeeze(0)
+
+
 class CategoricalHead(nn.Module):
     """Each critic predicts probabilities of returns on a `support` [K], as logits: outputs [E, B, K].
 
     For each row, the target is the whole distribution of the target critic with the smallest mean, moved by the soft
-    Bellman backup and projected onto the support (Bellemare et al. 2017, arXiv:1707.06887, eq. 7).
+    Bellman backup and projected onto the support (Bellemare et al. 2017, arXiv:1707.06887, eq. 7). `edge_targets` is
+    the share of the targets on the two atoms at the ends, where all returns beyond them are.
     """
 
     def __init__(self, support: Tensor) -> None:
@@ -95,16 +104,15 @@ class CategoricalHead(nn.Module):
 
     def targets(self, next_outputs: Tensor, backup: Backup) -> Tensor:
         """The probabilities [B, K] of r + g (z_k - alpha log pi)."""
-        probs = next_outputs.softmax(-1)
-        chosen = (probs @ self.support).argmin(0).view(1, -1, 1).expand(1, *probs.shape[1:])
-        atoms = backup(self.support.expand(probs.shape[1:]))
-        return project_categorical(atoms, probs.gather(0, chosen).squeeze(0), self.support)
+        probs = with_least_mean(next_outputs.softmax(-1), self.support)
+        return project_categorical(backup(self.support.expand(probs.shape)), probs, self.support)
 
     def losses(self, outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Losses:
         """The mean cross-entropy of every critic to the same targets; priorities are its mean over critics."""
         errors = categorical_cross_entropy(outputs, targets)
-        mean = (targets @ self.support).mean()
-        return {"critic_loss": weighted_mean(errors, weights), "target_q_mean": mean}, errors.detach().mean(0)
+        metrics = {"target_q_mean": (targets @ self.support).mean()}
+        metrics["edge_targets"] = (targets[..., 0] + targets[..., -1]).mean()
+        return {"critic_loss": weighted_mean(errors, weights), **metrics}, errors.detach().mean(0)
 
 
 Head = ValueHead | QuantileHead | CategoricalHead

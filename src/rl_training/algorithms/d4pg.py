@@ -4,6 +4,9 @@ DDPG with a critic that gives a categorical distribution of the return on fixed 
 target distribution at mu'(s') is projected onto the atoms (Bellemare et al. 2017) and learned by cross-entropy, and the
 actor maximizes the expectation. Here one process collects; the paper uses many. Target networks move by `tau` per
 update, as in DDPG; the paper copies them periodically, which is `tau` 1 with a `target_update_interval`.
+
+With TD3's axes it is FastTD3 (Seo et al. 2025, arXiv:2505.22642): of two critics, the target of every row is the whole
+distribution of the one with the smaller mean, each critic learns it, and the actor maximizes the smaller mean.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rl_training.algorithms.base import Batch, Number, Setting
+from rl_training.algorithms.critic_heads import with_least_mean
 from rl_training.algorithms.ddpg import DDPG, actor_loss
 from rl_training.errors import UserError
 from rl_training.ops.distributional import categorical_cross_entropy, outside_mass, project_categorical
@@ -22,9 +26,12 @@ from rl_training.speed.optimizer import move_support
 
 
 def critic_loss(logits: Tensor, target_distributions: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Cross-entropies [B] to the projected targets [B, K] and their mean, weighted by importance."""
+    """From logits [B, K] or [E, B, K] and targets [B, K]: the loss, and cross-entropies [B] or [E, B].
+
+    The loss is their mean over rows, weighted by importance, summed over critics.
+    """
     errors = categorical_cross_entropy(logits, target_distributions.detach())
-    return weighted_mean(errors, weights), errors
+    return weighted_mean(errors, weights) * (errors.numel() // len(target_distributions)), errors
 
 
 def d4pg_loss(batch: Batch) -> dict[str, Tensor]:
@@ -37,9 +44,10 @@ def d4pg_loss(batch: Batch) -> dict[str, Tensor]:
 
 
 class D4PG(DDPG):
-    """The D4PG learner. `model` has `support` [K], `actor`, `distribution_logits(obs, actions)` [B, K] and `q_values`.
+    """The D4PG learner. `model` is DDPG's, with a `support` [K]: its `ensemble_values` [E, B, K] are logits.
 
-    Priorities are the cross-entropies. `v_min`, `v_max` and `num_atoms`, when given, must match the model.
+    Priorities are the cross-entropies, their mean over critics. `v_min`, `v_max` and `num_atoms`, when given, must
+    match the model.
     """
 
     learning_rate = Number(">= 0", 3e-4)
@@ -64,11 +72,12 @@ class D4PG(DDPG):
         """Take one gradient step on the cross-entropy to the projected target; return metrics and priorities [B]."""
         support = self.model.support
         with torch.no_grad():
-            next_obs, target = batch["next_obs"], self.target_network
-            next_probs = target.distribution_logits(next_obs, target.actor(next_obs)).softmax(-1)
+            next_obs = batch["next_obs"]
+            next_logits = self.target_network.ensemble_values(next_obs, self.next_actions(next_obs, noise))
+            next_probs = with_least_mean(next_logits.softmax(-1), support)
             atoms = bellman_target(batch, self.gamma, support.unsqueeze(0))
             target_probs = project_categorical(atoms=atoms, probs=next_probs, support=support)
-        logits = self.model.distribution_logits(batch["obs"], batch["actions"])
+        logits = self.model.ensemble_values(batch["obs"], batch["actions"])
         loss, errors = critic_loss(logits, target_probs, batch.get("weights"))
         self.critic_optimizer.step(loss)
         q_values = logits.detach().softmax(-1) @ support
@@ -77,4 +86,4 @@ class D4PG(DDPG):
             "critic_loss": loss, "target_q_mean": target_q.mean(), "q_value_mean": q_values.mean(),
             "clipped_targets": outside_mass(atoms, next_probs, support).mean(),
         }  # fmt: skip
-        return metrics, errors.detach()
+        return metrics, errors.detach().mean(0)

@@ -3,9 +3,11 @@
 The critic regresses on y = r + g Q'(s', mu'(s')); the actor follows the deterministic policy gradient
 grad_a Q(s, a) grad_theta mu(s) at a = mu(s) (Silver et al. 2014); both target networks move by `tau` per update.
 
-The axes of TD3 and DrQ-v2 are options: with several critics the target is the smallest of them, y = r + g min_i Q'_i;
-`policy_noise` smooths its action by clipped noise; `policy_delay` delays the actor; and `augmentation` moves the images
-of s and s' by a few pixels, each by its own draw (DrQ-v2, Yarats et al. 2021, arXiv:2107.09645).
+The axes of TD3, DrQ-v2 and FastTD3 are options: with several critics the target is the smallest of them,
+y = r + g min_i Q'_i; `policy_noise` smooths its action by clipped noise; `policy_delay` delays the actor; and
+`augmentation` moves the images of s and s' by a few pixels, each by its own draw (DrQ-v2, Yarats et al. 2021,
+arXiv:2107.09645). `exploration_noise_min`, `target_actor` and `actor_q` are FastTD3's (Seo et al. 2025,
+arXiv:2505.22642).
 """
 
 from __future__ import annotations
@@ -51,26 +53,47 @@ class GaussianExploration(Algorithm):
 
     model: Any
     exploration_noise: float  # the deviation of the noise; a schedule may change it
+    exploration_noise_min: float | None = None  # with it, every environment has a deviation of its own
 
     @torch.no_grad()
-    def act(self, obs: Tensor, carry: Carry = None, *, deterministic: bool = False, **_: Any) -> ActOutput:
-        """mu(s), with Gaussian noise unless deterministic."""
+    def act(
+        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False, **_: Any
+    ) -> ActOutput:  # fmt: skip
+        """mu(s), with Gaussian noise unless deterministic; a carry [N, 1] has the deviation of each row."""
         actions = self.model.actor(obs)
         if not deterministic:
+            carry = carry if carry is None else self.draw_deviations(carry, is_first)
             noise = torch.randn(actions.shape, generator=self.generator, device=actions.device)
-            actions = (actions + self.exploration_noise * noise).clamp_(-1.0, 1.0)
-        return ActOutput(actions)
+            actions = (actions + (self.exploration_noise if carry is None else carry) * noise).clamp_(-1.0, 1.0)
+        return ActOutput(actions, carry=carry)
+
+    def exploring_carry(self, n: int) -> Carry:
+        """With `exploration_noise_min`, the deviation of every environment [n, 1]; below 0: not drawn yet."""
+        return None if self.exploration_noise_min is None else torch.full((n, 1), -1.0, device=self.device)
+
+    def draw_deviations(self, deviations: Tensor, is_first: Tensor | None) -> Tensor:
+        """The deviations [N, 1], new ones between the smallest and the largest where an episode begins."""
+        low = self.exploration_noise_min
+        drawn = torch.rand(deviations.shape, generator=self.generator, device=deviations.device)
+        drawn = low + (self.exploration_noise - low) * drawn  # type: ignore[operator]  # there is one, or no carry
+        renewed = deviations < 0.0
+        return torch.where(renewed if is_first is None else renewed | is_first.view(-1, 1), drawn, deviations)
 
     def numpy_policy(self) -> NumpyPolicy | None:
-        """The same in numpy, if the acting network has a numpy form."""
+        """The same in numpy, if the acting network has a numpy form; none with deviations that differ."""
         make = getattr(self.acting(), "numpy_policy", None)
-        return None if make is None else make(lambda: self.exploration_noise)
+        differ = self.exploration_noise_min is not None
+        return None if make is None or differ else make(lambda: self.exploration_noise)
 
 
 class DDPG(GaussianExploration):
     """The DDPG learner. `model` has `actor(obs)`, `critics(features, actions)` [E, B], `features(obs)`, `q_values` [B].
 
     `action_gradient_clip` bounds the norm of each sample's dQ/da, as in D4PG's public code.
+
+    With `exploration_noise_min`, every environment explores with a deviation of its own, drawn between it and
+    `exploration_noise` at the start of each episode. Without a `target_actor`, the actor itself chooses the action of
+    the target. `actor_q` is what the actor maximizes: the "first" critic, or the "min" or "mean" of all.
     """
 
     steps = ("critic_step", "actor_step")
@@ -79,6 +102,9 @@ class DDPG(GaussianExploration):
     gamma = Number("in [0, 1]", 0.99)
     tau = Number("in (0, 1]", 0.005)
     exploration_noise = Number(">= 0", 0.1, read="to act")
+    exploration_noise_min = Setting(">= 0", None)  # None: the same for all
+    target_actor = Setting(default=True)
+    actor_q = Setting(default="first")
     policy_noise = Number(">= 0", None)  # None: the target's action has none
     noise_clip = Number(">= 0", 0.5)
     policy_delay = Setting(">= 1", 1)
@@ -93,6 +119,8 @@ class DDPG(GaussianExploration):
         super().__init__(**settings)
         if self.augmentation == "shift" and model.actor.observation_input.image_scale is None:
             raise UserError("augmentation is 'shift', but the observations are not images; it must be none.")
+        if self.actor_q not in ("first", "min", "mean"):
+            raise UserError(f"actor_q is {self.actor_q!r}; it must be 'first', 'min' or 'mean'.")
         self.model = model
         self.critic_optimizer = self.make_optimizer("critic_optimizer", model.critics.parameters())
         self.actor_optimizer = self.make_optimizer("actor_optimizer", model.actor.parameters())
@@ -121,11 +149,14 @@ class DDPG(GaussianExploration):
         drawn = {name: draw_shifts(len(x), self.shift_pixels, self.generator) for name, x in images.items()}
         return {**batch, **{name: shift_images(x, drawn[name]) for name, x in images.items()}}
 
+    def next_actions(self, next_obs: Tensor, noise: Tensor | None) -> Tensor:
+        """clip(mu'(s') + noise) [B, A]; mu instead of mu' without a target actor."""
+        actions: Tensor = (self.target_network if self.target_actor else self.model).actor(next_obs)
+        return actions if noise is None else (actions + noise).clamp_(-1.0, 1.0)
+
     def target_values(self, batch: Batch, noise: Tensor | None) -> Tensor:
         """min_i Q'_i(s', clip(mu'(s') + noise)) [B]."""
-        actions = self.target_network.actor(batch["next_obs"])
-        if noise is not None:
-            actions = (actions + noise).clamp_(-1.0, 1.0)
+        actions = self.next_actions(batch["next_obs"], noise)
         values: Tensor = self.target_network.ensemble_values(batch["next_obs"], actions).amin(0)
         return self.correct_values(values, actions, batch)
 
@@ -143,9 +174,17 @@ class DDPG(GaussianExploration):
         self.critic_optimizer.step(losses["critic_loss"])
         return losses, (targets - q_values.detach()).abs_().mean(0)
 
+    def climbed(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """The values [B] that the actor maximizes."""
+        if self.actor_q == "first":
+            first: Tensor = self.model.q_values(obs, actions)
+            return first
+        values: Tensor = self.model.expected_values(obs, actions)
+        return values.amin(0) if self.actor_q == "min" else values.mean(0)
+
     def actor_losses(self, obs: Tensor, actions: Tensor, stored: Tensor) -> dict[str, Tensor]:
         """The actor's loss, given its actions and those that the batch has, [B, A]."""
-        return actor_loss(self.model.q_values(obs, actions))
+        return actor_loss(self.climbed(obs, actions))
 
     def actor_step(self, obs: Tensor, stored: Tensor) -> dict[str, Tensor]:
         """Take one step along the deterministic policy gradient; `stored` are the batch's actions."""

@@ -66,8 +66,9 @@ class SAC(Algorithm):
 
     `alpha` is a number, or "auto": tuned from `initial_alpha` so that the entropy stays at `target_entropy` (unless
     given, |A| times `target_entropy_per_dimension`, which is -1). Without `backup_entropy` the critics' targets leave
-    the entropy out. The target is made of `critic_subset_size` critics, drawn for each update (None: of all), and
-    leaves out `top_quantiles_to_drop` quantiles per critic. `actor_q` is what the actor maximizes, the "min" or the
+    the entropy out. With `own_targets`, each critic learns the target of its own copy, not of the smallest. The target
+    is made of `critic_subset_size` critics, drawn for each update (None: of all), and leaves out
+    `top_quantiles_to_drop` quantiles per critic. `actor_q` is what the actor maximizes, the "min" or the
     "mean" of the critics' values; None: the mean where a subset is drawn or quantiles are predicted.
 
     With `num_atoms`, critics predict probabilities of returns from `v_min` to `v_max`. A `return_bound` divides rewards
@@ -94,6 +95,7 @@ class SAC(Algorithm):
     joint_forward = Setting(default="none")
     actor_update_interval = Setting(">= 1", 1)
     critic_subset_size = Setting(">= 1", None)
+    own_targets = Setting(default=False)
     actor_q = Setting(default=None)
     top_quantiles_to_drop = Setting(">= 0", 2)
     steps: tuple[str, ...] = ("critic_step", "actor_step")
@@ -157,6 +159,8 @@ class SAC(Algorithm):
         self.critic_subset_size = count if size is None else size
         if self.critic_subset_size > count:
             raise UserError(f"critic_subset_size is {size}; from 1 to {count} are possible.")
+        if self.own_targets and (isinstance(self.head, QuantileHead) or self.critic_subset_size < count):
+            raise UserError("own_targets is true; it must be false with quantiles, or with a critic_subset_size.")
         outputs, dropped = self.model.critics.outputs, self.top_quantiles_to_drop
         if isinstance(self.head, QuantileHead) and dropped >= outputs:
             raise UserError(f"top_quantiles_to_drop is {dropped}; it must be below num_quantiles ({outputs}).")
@@ -266,7 +270,9 @@ class SAC(Algorithm):
             return bellman_target(batch, self.gamma, next_values)
 
         with torch.no_grad():
-            targets = self.head.targets(next_outputs, backup)
+            parts = next_outputs.split(1) if self.own_targets else (next_outputs,)
+            each = [self.head.targets(part, backup) for part in parts]
+            targets = torch.stack(each) if self.own_targets else each[0]
         losses, priorities = self.head.losses(outputs, targets, batch.get("weights"))
         losses = self.add_penalty(losses, outputs, batch)
         self.critic_optimizer.step(losses["critic_loss"])

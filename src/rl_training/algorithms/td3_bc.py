@@ -16,9 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_training.algorithms.base import Batch, Number, Setting
+from rl_training.algorithms.base import Batch, Number
 from rl_training.algorithms.td3 import TD3
-from rl_training.errors import UserError
 
 
 def squared_distance(actions: Tensor, recorded: Tensor) -> Tensor:
@@ -41,12 +40,9 @@ class TD3BC(TD3):
     q_weight = Number(">= 0", 2.5)
     actor_bc_coef = Number(">= 0", None)  # None: 1 / |A|, so that the sum over dimensions becomes their mean
     critic_bc_coef = Number(">= 0", 0.0)
-    actor_q = Setting(default="first")
 
     def __init__(self, *, model: Any, **settings: Any) -> None:
         super().__init__(model=model, **settings)
-        if self.actor_q not in ("first", "min"):
-            raise UserError(f"actor_q is {self.actor_q!r}; it must be 'first' or 'min'.")
         if self.actor_bc_coef is None:
             self.actor_bc_coef = 1.0 / model.action_dim
 
@@ -59,8 +55,6 @@ class TD3BC(TD3):
 
     def actor_losses(self, obs: Tensor, actions: Tensor, stored: Tensor) -> dict[str, Tensor]:
         """From the value of mu(s) and its distance to the stored actions."""
-        model = self.model
-        first = self.actor_q == "first"
-        q_values = model.q_values(obs, actions) if first else model.ensemble_values(obs, actions).amin(0)
+        q_values = self.climbed(obs, actions)
         size = self.joint(q_values.abs().mean())
         return bc_actor_loss(q_values, squared_distance(actions, stored), size, self.q_weight, self.actor_bc_coef)

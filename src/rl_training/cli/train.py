@@ -41,7 +41,9 @@ def train(
     with_grid: Annotated[
         bool, option("One run per combination of values: --set gamma=0.9,0.99. Then a table.", "--grid")
     ] = False,
-    name: Annotated[Text, option("Name of the run's folder; -s<seed> is added with --seeds.", metavar="NAME")] = None,
+    name: Annotated[
+        Text, option("Name of the run's folder; -s<seed> is added with --seeds.", "--name", metavar="NAME")
+    ] = None,
     continues: Annotated[
         bool, option("Resume the run of that --name, start it if there is none, or end if it is done.", "--continue")
     ] = False,

@@ -24,6 +24,7 @@ from rl_training.data.offline_store import OfflineStore
 OF_STEPS = (
     "offline_batch_ratio", "buffer_capacity", "learning_starts", "random_action_hold", "train_frequency",
     "gradient_updates_per_step", "replay_folder", "replay_memory", "exploration_noise",
+    "exploration_noise_min",
 )  # fmt: skip
 
 
@@ -96,7 +97,6 @@ class TD3BCParams(OfflineParams, SmoothedTargetParams):
     critic_bc_coef: float = Field(
         0.0, ge=0, description="Weight of the squared distance to the action recorded next, in the critics' targets."
     )
-    actor_q: Literal["first", "min"] = Field("first", description="The critic that the actor climbs: first, or min.")
     normalize_states: bool = Field(
         True, description="Normalize observations by the mean and deviation of the recorded ones."
     )

@@ -327,20 +327,38 @@ class DeterministicActorParams(ActorCriticParams):
     """A deterministic actor with exploration noise that follows the critic's gradient."""
 
     unused: ClassVar[Reasons] = (Reason(("shift_pixels",), "augmentation is none", lambda p: p.augmentation == "none"),)
+    fixed: ClassVar[Reasons] = (
+        Reason(("exploration_noise_min",), "it says how acting starts; exploration_noise may have a schedule"),
+    )
 
     exploration_noise: float = Field(0.1, ge=0, le=10, description="Deviation of the noise on actions in [-1, 1].")
+    exploration_noise_min: float | None = Field(
+        None, ge=0, le=10, description="Draw a deviation between this and exploration_noise for each environment, when "
+        "an episode begins; null: all have exploration_noise.",
+    )  # fmt: skip
     action_gradient_clip: float | None = Field(None, gt=0, description="Maximum norm of dQ/da; null: no clipping.")
     augmentation: Literal["none", "shift"] = Field(
         "none",
         description="Whether every batch moves its images by a few pixels, as in DrQ-v2: shift or none.",
     )
     shift_pixels: int = Field(4, ge=1, le=64, description="Maximum move of augmentation shift, in each direction.")
+    target_actor: bool = Field(
+        True, description="The action of the critics' target is that of a target actor; false: of the actor itself."
+    )
+
+    @model_validator(mode="after")
+    def _noise_has_a_range(self) -> DeterministicActorParams:
+        low, high = self.exploration_noise_min, self.exploration_noise
+        if low is not None and low > high:
+            raise ValueError(f"exploration_noise_min is {low}; it must be at most exploration_noise ({high})")
+        return self
 
 
 class SmoothedTargetParams(DeterministicActorParams):
     """Several critics, noise on the target's action, and a delayed actor."""
 
     unused: ClassVar[Reasons] = (
+        Reason(("actor_q",), "num_critics is 1", lambda p: p.num_critics == 1),
         Reason(
             ("noise_clip",),
             "policy_noise is null",
@@ -349,6 +367,9 @@ class SmoothedTargetParams(DeterministicActorParams):
     )
 
     num_critics: int = Field(1, ge=1, le=100, description="Number of critics; the target is the smallest of them.")
+    actor_q: Literal["first", "min", "mean"] = Field(
+        "first", description="What the actor maximizes: the first critic, or the min or mean of all."
+    )
     policy_noise: float | None = Field(
         None, ge=0, le=10, description="Standard deviation of the noise on the target's action; null: no noise."
     )
@@ -426,6 +447,9 @@ class CriticParams(StrictModel):
     critic_subset_size: int | None = Field(
         None, ge=1, description="Critics, drawn for each update, of which the target is made; null: all."
     )
+    own_targets: bool = Field(
+        False, description="Each critic learns the target of its own copy, not that of the smallest one of each row."
+    )
     actor_q: Literal["mean", "min"] | None = Field(
         None, description="What the actor maximizes, over critics; null: the mean with a subset or quantiles, else min."
     )
@@ -462,6 +486,14 @@ class CriticParams(StrictModel):
         if self.num_quantiles is not None and self.top_quantiles_to_drop >= self.num_quantiles:
             dropped = f"top_quantiles_to_drop is {self.top_quantiles_to_drop}"
             raise ValueError(f"{dropped}; it must be below num_quantiles ({self.num_quantiles})")
+        return self
+
+    @model_validator(mode="after")
+    def _targets_are_whole(self) -> CriticParams:
+        pools = self.num_quantiles is not None or self.critic_subset_size not in (None, self.num_critics)
+        if self.own_targets and pools:
+            why = "with num_quantiles, or a critic_subset_size below num_critics, it must be false"
+            raise ValueError(f"own_targets is true; {why}")
         return self
 
     @model_validator(mode="after")

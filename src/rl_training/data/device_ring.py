@@ -207,11 +207,11 @@ class DeviceRing:
         rows = {name: self._arrays[name].index_select(0, slots) for name in ("rewards", "terminated", "truncated")}
         done, rewards = rows["terminated"] | rows["truncated"], rows["rewards"].double()
         has_ended = done.flip(0).cumsum(0).flip(0) > 0  # in this row or a later one
-        returns = torch.empty_like(rewards)
-        following = torch.zeros_like(rewards[0])
-        for t in range(len(slots) - 1, -1, -1):
-            following = rewards[t] + self.gamma * following.masked_fill(done[t], 0.0)
-            returns[t] = following
+        returns, weights, steps = rewards, self.gamma * (~done).double(), 1
+        while steps < len(slots):  # sums of so many rewards, joined to sums of twice as many
+            returns = torch.cat([returns[:-steps] + weights[:-steps] * returns[steps:], returns[-steps:]])
+            weights = torch.cat([weights[:-steps] * weights[steps:], weights[-steps:]])
+            steps *= 2
         returns = torch.where(has_ended, returns, rewards)
         found = torch.stack([rewards.min(), rewards.max(), returns.min(), returns.max()])
         return [float(value) for value in found.tolist()]

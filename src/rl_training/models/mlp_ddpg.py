@@ -78,3 +78,5 @@ class MLPDDPGModel(ActorAndCritics):
     def q_values(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Values [B] of the first critic, which the actor maximizes; the others are not computed."""
         return self.critics(self.features(obs), actions, subset=FIRST)[0]
+
+    expected_values = ActorAndCritics.ensemble_values

@@ -88,11 +88,14 @@ def is_policy(tree: Mapping[str, Any]) -> bool:
 
 
 def policy_tree(tree: Mapping[str, Any], algorithm: Algorithm, *, half: bool = False) -> dict[str, Any]:
-    """A policy file from a checkpoint and the learner loaded from it; with `half`, weights have 16 bits."""
-    state = algorithm.acting().state_dict()
-    if half:
-        state = {name: value.half() if _is(value, torch.float32) else value for name, value in state.items()}
-    return {**tree, "algorithm": dict(state), "source": {}, "policy": True}
+    """A policy file from a checkpoint and the learner loaded from it; with `half`, its weights have 16 bits.
+
+    Statistics of observations keep their 32 bits: 16 hold no number above 65,504.
+    """
+    acting = algorithm.acting()
+    weights = {name for name, value in acting.named_parameters() if half and _is(value, torch.float32)}
+    state = {name: value.half() if name in weights else value for name, value in acting.state_dict().items()}
+    return {**tree, "algorithm": state, "source": {}, "policy": True}
 
 
 def _is(value: Any, dtype: torch.dtype) -> bool:
