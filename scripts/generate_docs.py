@@ -2,9 +2,10 @@
 
 `python scripts/generate_docs.py` writes them; `--check` lists stale ones and exits 1 if there are any. They are: the
 yearly sourcebook (registry + docs/plans/sourcebook.yaml), the page of all settings (configs + docs/settings.yaml), a
-page per algorithm and their index in docs/algorithms (registry + docs/algorithms.yaml + results/), the results of the
-presets for `rl-training list` (results/), their numbers in the README and on the front page, and the type stubs that
-show managed classes and learner names to type checkers.
+page per algorithm and their index in docs/algorithms (registry + docs/algorithms.yaml + results/), what the newer
+ones cost in lines (source + docs/learner_lines.yaml), the results of the presets for `rl-training list` (results/),
+their numbers in the README and on the front page, and the type stubs that show managed classes and learner names to
+type checkers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
+from learner_lines import PAGE as LINES
+from learner_lines import render_lines
 from render_results import control_row, flatten, gate_row, plain
 from render_results import title as figure_title
 from run_gates import BAD, RESULTS, ROOT, Gate, Verdict, judge, load_gates
@@ -433,6 +436,7 @@ def render_all(specs: Sequence[AlgorithmSpec] | None = None) -> dict[Path, str]:
     """Every generated file and the text it should hold."""
     specs = registered_specs() if specs is None else specs
     pages = {SOURCEBOOK: render_sourcebook(specs), SETTINGS: render_settings(table, describe_range)}
+    pages[LINES] = render_lines(table)
     made = render_pages(specs)
     reached = yaml.safe_load(made[REACHED]) or {}
     return {**pages, **made, **render_stubs(specs), **render_counts(specs, reached)}

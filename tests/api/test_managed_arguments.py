@@ -13,7 +13,7 @@ import yaml
 import env_zoo
 import rl_training
 from resume_cases import SPECS, assert_same_run, edit_checkpoint, tiny
-from rl_training import A2C, DQN, PPO, TrainConfig
+from rl_training import A2C, DQN, PPO, TRPO, TrainConfig
 from rl_training.cli.options import apply_settings, build_config
 from rl_training.config.params import EarlyStopping
 from rl_training.config.settings import read_config
@@ -133,6 +133,8 @@ def test_an_environment_that_cannot_be_copied_is_refused_with_the_reason() -> No
         (lambda: PPO("CartPole-v1", num_env=1), "PPO has no setting 'num_env'; did you mean 'num_envs'?"),
         (lambda: PPO("CartPole-v1", xyz=1),
          "PPO has no setting 'xyz'; rl-training config --schema --algo ppo shows them all."),
+        (lambda: TRPO("CartPole-v1", memory="lstm"), "TRPO has no setting 'memory'; it is a setting of a2c, ppo, "
+         "impala, appo and others; rl-training config --schema --algo trpo shows those of trpo."),
         (lambda: PPO("CartPole-v1", num_envs="many"), "config: num_envs is 'many'; it should be a whole number."),
         (lambda: PPO("CartPole-v1", algo="dqn"), "algo is 'dqn'; PPO needs 'ppo'."),
         (lambda: PPO("CartPole-v1", env="Acrobot-v1"),

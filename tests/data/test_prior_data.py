@@ -187,7 +187,8 @@ def test_prior_data_of_a_checkpoint_leaves_the_runs_own_files_alone(tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["random", "npz"])
 def test_observations_that_are_numbers_fit_as_they_are_recorded(tmp_path: Path, kind: DatasetKind) -> None:
-    recipe = read_recipe("env_zoo:DiscreteObservation", {"action": "continuous"})
+    name = "env_zoo:DiscreteObservation"
+    recipe = read_recipe(name, {"action": "continuous"}, env=name)
     rows = load_transition_dataset("random", size=20, make_env=lambda: make_env(recipe))
     path = rows.save_npz(tmp_path / "rows.npz")
     params = DatasetParams(dataset_kind=kind, dataset_path=str(path) if kind == "npz" else None, dataset_size=20)

@@ -118,6 +118,22 @@ def test_the_first_box_for_users_of_stable_baselines3_is_about_predict() -> None
     assert "action = model.predict(obs)" in first[2].partition("## ")[0]
 
 
+@pytest.mark.parametrize("package", ["stable_baselines3", "sb3_contrib"])
+def test_every_class_of_stable_baselines3_has_its_line(package: str) -> None:
+    folder = Path(pytest.importorskip(package).__file__).parent
+    cells = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "from_sb3.md").read_text(encoding="utf-8"), re.M)
+    told = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
+    files = [path for path in folder.rglob("*.py") if path.name != "type_aliases.py"]
+    classes = {
+        node.name
+        for path in files
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not node.name.endswith("Samples")
+    }
+    assert len(classes) > 20
+    assert classes <= told
+
+
 # everything once, as a reader would type it --------------------------------------------------------------------------
 
 

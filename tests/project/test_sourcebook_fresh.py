@@ -18,15 +18,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import generate_docs as generator  # noqa: E402
+import learner_lines  # noqa: E402
 
 NAMES = (
     "a2c ppo trpo impala appo dqn double_dqn dueling_dqn noisy_dqn prioritized_dqn n_step_dqn c51_dqn qr_dqn iqn fqf "
     "rainbow_dqn ddpg td3 sac naf d4pg rlpd bc mopo mbpo gail dreamer"
 )
 CONTRACT = NAMES.split()
-EXPLAINED = dict.fromkeys(("ACER", "ACKTR"), "deferred for runtime redesign") | dict.fromkeys(
-    ("Ape-X", "A3C", "Asynchronous IMPALA", "Asynchronous APPO"), "implemented by settings"
-)
+DEFERRED = ("ACER", "ACKTR", "MuZero", "TD-MPC2", "MADDPG", "QMIX", "MAPPO")
+BY_SETTINGS = ("Ape-X", "A3C", "Asynchronous IMPALA", "Asynchronous APPO", "HER", "DRQN", "DrQ-v2", "Cal-QL")
+EXPLAINED = dict.fromkeys(DEFERRED, generator.DEFERRED) | dict.fromkeys(BY_SETTINGS, generator.BY_SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +183,22 @@ def test_metrics_to_watch_are_logged(algo: str) -> None:
 )
 def test_a_range_is_said_in_words(field: dict[str, Any], words: str) -> None:
     assert generator.describe_range(field) == words
+
+
+def test_lines_of_code_are_those_that_do_something() -> None:
+    value = 'x = (\n    1,  # one\n\n    """two\nlines""",\n)\n'
+    source = f'"""Doc\nstring."""\n\n# comment\n{value}\n\ndef f():\n    """Doc."""\n'
+    assert learner_lines.code_lines(source) == {5, 6, 8, 9, 10, 13}
+
+
+def test_every_newer_algorithm_stays_below_its_bar() -> None:
+    names = learner_lines.yaml.safe_load(learner_lines.DATA.read_text(encoding="utf-8"))["names"]
+    assert {spec.name for spec in generator.registered_specs()} <= {*names, *CONTRACT}
+    for name, entry in names.items():
+        parts = learner_lines.measure(name, entry)
+        assert 0 < len(parts["learner"] | parts["entry"]) <= entry.get("bar", learner_lines.BAR), name
+
+
+def test_a_part_that_was_renamed_is_missed() -> None:
+    with pytest.raises(ValueError, match="gone of learner_lines"):
+        learner_lines.read_parts([{"algorithms/pqn.py": ["PQN.gone"]}])

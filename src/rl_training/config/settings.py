@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_training.config.params import REVERSED, SCHEDULE, Params, change_params, parameter_names
-from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
+from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec, list_algorithm_specs
 from rl_training.config.train_config import TrainConfig, read_yaml, settings_in
 from rl_training.envs.factory import MadeEnvironment, SimulatorSettings, UserEnv, name_env
 from rl_training.envs.spaces import EnvSpaces
@@ -134,7 +134,11 @@ def nearest_setting(name: str, algo: str, value: Any = None) -> str:
     found = (full_path(name, algo) or name).removeprefix("algo_kwargs.")
     nearest = did_you_mean(found, [*known, *([found] if "." in found else [])])
     if nearest.startswith("known:"):  # a list of sixty names does not help
-        return f"rl-training config --schema --algo {algo} shows them all."
+        lane = get_algorithm_spec(algo).lane
+        specs = sorted(list_algorithm_specs(), key=lambda spec: spec.lane != lane)  # the closest relatives first
+        others = [spec.name for spec in specs if name in spec.params.model_fields]
+        of = f"it is a setting of {', '.join(others[:4])}{' and others' * (len(others) > 4)}; " if others else ""
+        return f"{of}rl-training config --schema --algo {algo} shows {f'those of {algo}' if others else 'them all'}."
     return nearest
 
 

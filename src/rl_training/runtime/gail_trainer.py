@@ -64,7 +64,7 @@ class GAILParams(PPOParams, ExpertParams):
     @model_validator(mode="after")
     def _remembers_nothing(self) -> GAILParams:
         if self.memory != "none":
-            raise ValueError(f"memory is {self.memory!r}; gail, whose discriminator sees no history, needs none")
+            raise ValueError(f"memory is {self.memory!r}; gail, whose discriminator sees no history, takes only 'none'")
         return self
 
     @model_validator(mode="after")
