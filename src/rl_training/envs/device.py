@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -17,6 +17,7 @@ from rl_training.envs.stepper import Engine, Step
 from rl_training.errors import EnvironmentFailure, UserError
 
 State = Any  # a tensor [N, ...], or a tuple, list or dict of them
+Observed = Tensor | Mapping[str, Tensor]  # observations [N, ...], or groups of them
 NO_LIMIT = 2**31 - 1
 
 
@@ -205,8 +206,11 @@ class DeviceEngine(Engine):
         return self.look(), None
 
 
-def encode(spaces: EnvSpaces, obs: Tensor) -> Tensor:
-    """`spaces.encode` for tensors."""
+def encode(spaces: EnvSpaces, obs: Observed) -> Tensor:
+    """`spaces.encode` for tensors; groups of observations are joined in the order of their space."""
+    if not isinstance(obs, Tensor):
+        parts: Any = spaces.observation_space
+        return torch.cat([obs[name].reshape(len(obs[name]), -1).float() for name in parts], -1)
     if spaces.obs_kind == "vector":
         return obs.reshape(len(obs), -1).float()
     if spaces.image_layout == "channels_last":
