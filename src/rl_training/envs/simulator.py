@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from rl_training.envs.device import Observed, encode, map_actions
 from rl_training.envs.factory import EnvRecipe
-from rl_training.envs.spaces import Array, EnvSpaces, image_layout
+from rl_training.envs.spaces import Array, EnvSpaces, check_groups, groups_of
 from rl_training.envs.stepper import Engine, Step
 from rl_training.errors import EnvironmentFailure, UserError, counted
 
@@ -69,11 +69,6 @@ def can_save(simulator: Simulator) -> bool:
     return all(callable(getattr(simulator, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def groups_of(space: Any) -> dict[str, Any]:
-    """The groups of an observation space; any space but a Dict is one without a name."""
-    return dict(space.spaces) if isinstance(space, gs.Dict) else {"": space}
-
-
 class SimulatorView(gym.Env[Any, Any]):
     """The spaces of a simulator for everything that looks at an environment; it cannot be stepped."""
 
@@ -96,7 +91,7 @@ class SimulatorView(gym.Env[Any, Any]):
         """Refuse: there is no single environment."""
         raise UserError(f"{self.env_id} is a Simulator, whose rows cannot be played one at a time, as is wanted here.")
 
-    def check_groups(self, critic_obs: Sequence[str]) -> None:
+    def check_critic(self, critic_obs: Sequence[str]) -> None:
         """Raise a UserError if the actor would see the group that is meant for the critic."""
         if CRITIC in groups_of(self.observation_space) and CRITIC not in critic_obs:
             what = f"the actor would see the group {CRITIC!r} of the observations of {self.env_id}"
@@ -135,13 +130,7 @@ def check_simulator(simulator: Simulator, recipe: EnvRecipe) -> None:
     if simulator.num_envs > MOST_ROWS:
         raise UserError(f"{env_id}: num_envs is {simulator.num_envs}; it must be at most {MOST_ROWS}.")
     observations, actions = (getattr(simulator, f"{name}_space", None) for name in ("observation", "action"))
-    groups = groups_of(observations)
-    if not all(isinstance(part, gs.Box) for part in groups.values()):
-        what = f"{env_id}: observation_space is {observations}"
-        raise UserError(f"{what}; that of a Simulator must be a Box or a Dict of Boxes.")
-    if images := [name for name, part in groups.items() if name and image_layout(part)]:
-        what = f"{env_id}: the group {images[0]!r} of observation_space is an image ({groups[images[0]]})"
-        raise UserError(f"{what}; in a Dict of a Simulator there must be vectors only.")
+    check_groups(env_id, observations)
     if not isinstance(actions, gs.Space):
         raise UserError(f"{env_id}: action_space is {actions!r}; it must be a gymnasium space.")
     check_given(simulator, recipe)

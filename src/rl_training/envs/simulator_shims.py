@@ -13,8 +13,9 @@ from gymnasium import spaces as gs
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from rl_training.envs.device import Observed
-from rl_training.envs.simulator import Simulator, Stepped, groups_of
+from rl_training.envs.device import Observed, space_of
+from rl_training.envs.simulator import Simulator, Stepped
+from rl_training.envs.spaces import groups_of
 from rl_training.errors import UserError
 
 GROUPS = "policy", "actor"  # names of the observations that a policy sees, in Isaac Lab and mjlab
@@ -23,23 +24,16 @@ GROUPS = "policy", "actor"  # names of the observations that a policy sees, in I
 def choose_group(obs: Any, group: str | Sequence[str] | None) -> str | list[str]:
     """The name of the group of observations that is used, by default the policy's; or the names of several."""
     known = list(obs.keys())  # a TensorDict is no mapping of its own
-    if group is None:
-        group = next((name for name in GROUPS if name in known), "")
-    names = [group] if isinstance(group, str) else list(group)
+    chosen = next((name for name in GROUPS if name in known), "") if group is None else group
+    names = [chosen] if isinstance(chosen, str) else list(chosen)
     if not names or set(names) - set(known):
-        shown = group if isinstance(group, str) else names
-        raise UserError(f"group is {shown!r}; the simulator's groups of observations are {', '.join(known)}.")
-    return group if isinstance(group, str) else names
+        raise UserError(f"group is {group!r}; the simulator's groups of observations are {', '.join(known)}.")
+    return chosen if isinstance(chosen, str) else names
 
 
 def pick(obs: Any, group: str | list[str]) -> Any:
     """What belongs to that group, or a mapping of those groups."""
     return obs[group] if isinstance(group, str) else {name: obs[name] for name in group}
-
-
-def join_spaces(spaces: Any) -> gs.Box | gs.Dict:
-    """The Box of one group, or those of several in the order in which they were named."""
-    return gs.Dict(list(spaces.items())) if isinstance(spaces, dict) else spaces
 
 
 def as_box(space: Any) -> gs.Box:
@@ -80,7 +74,8 @@ class ManagerSimulator(Simulator):
         self.num_envs, self.device = int(self.plain.num_envs), self.plain.device
         spaces = self.plain.single_observation_space.spaces
         self.group = choose_group(spaces, group)
-        self.observation_space = join_spaces(tree_map(as_box, pick(spaces, self.group)))
+        boxes = tree_map(as_box, pick(spaces, self.group))
+        self.observation_space = gs.Dict(list(boxes.items())) if isinstance(boxes, dict) else boxes
         self.action_space = as_box(self.plain.single_action_space)
         self.max_episode_steps = int(self.plain.max_episode_length)
         self.resets_here = hasattr(self.plain.cfg, "auto_reset")
@@ -183,8 +178,7 @@ class RslRlSimulator(Simulator):
         self.env, self.num_envs, self.device = env, int(env.num_envs), env.device
         groups = find_groups(env.get_observations())
         self.group = choose_group(groups, group)
-        boxes = tree_map(lambda x: gs.Box(-np.inf, np.inf, tuple(x.shape[1:]), np.float32), pick(groups, self.group))
-        self.observation_space = join_spaces(boxes)
+        self.observation_space = space_of(pick(groups, self.group))
         self.action_space = gs.Box(-action_limit, action_limit, (int(env.num_actions),), np.float32)
         limit = env.max_episode_length
         self.max_episode_steps = int(limit.max() if isinstance(limit, Tensor) else limit)

@@ -1,4 +1,4 @@
-"""Simulators with groups of observations: what is stored, who sees what, evaluation, export, resume, and refusals."""
+"""Groups of observations on the device: what is stored, who sees what, evaluation, export, resume, and refusals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces as gs
+from gymnasium.utils.env_checker import check_env
 from torch import Tensor
 
 from fake_simulator import BlindGroupedPoints, GroupedPoints, Points, as_groups
 from resume_cases import StopAt, assert_same_run, tiny
+from rl_training.collect.device import DeviceCollector
+from rl_training.data.replay_store import DeviceReplayStore
+from rl_training.envs.device import DeviceEnvironment, OneEnvironment
+from rl_training.envs.factory import make_env, read_recipe
 from rl_training.errors import UserError
 from rl_training.models.blocks import ObservationNorm
+from rl_training.run.build import open_session
 from rl_training.run.learner import load_policy
 from rl_training.run.workflows import resume_training, train
 from rl_training.tools.export import export_policy
@@ -127,6 +133,76 @@ def test_a_resume_is_exact(algo: str, tmp_path: Path) -> None:
     assert_same_run(whole, resume_training(half.checkpoint_path, console=False))
 
 
+# ---- environments of tensor functions --------------------------------------------------------------------------------
+
+
+class Drift(DeviceEnvironment):
+    """A point is pushed by the actions; it is lost beyond 2."""
+
+    observation_space: Any = gs.Dict(
+        [("critic", gs.Box(-np.inf, np.inf, (3,), np.float32)), ("actor", gs.Box(-np.inf, np.inf, (2,), np.float32))]
+    )
+    action_space = gs.Box(-1.0, 1.0, (1,), np.float32)
+    max_episode_steps = 10
+    reset_noise = 1
+
+    def reset(self, noise: Tensor) -> Tensor:
+        return torch.cat([2.0 * noise - 1.0, torch.zeros_like(noise)], -1)
+
+    def step(self, state: Tensor, actions: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        place = state[:, :1] + 0.5 * actions
+        return torch.cat([place, state[:, 1:] + 0.1], -1), 1.0 - place[:, 0].abs(), place[:, 0].abs() > 2.0
+
+    def observe(self, state: Tensor) -> dict[str, Tensor]:
+        return as_groups(state)
+
+
+def drift_config(algo: str, folder: Path, **fields: Any) -> Any:
+    kwargs = GROUPED | SUPPORT.get(algo, {})
+    return tiny(algo, folder, env_id="Drift", num_envs=8, kwargs=kwargs, **{"vectorization": "device", **fields})
+
+
+@pytest.mark.parametrize("algo", ["ppo", "sac"])
+def test_rollouts_and_replay_on_the_device_hold_both_groups(algo: str) -> None:
+    session = open_session(drift_config(algo, Path("unused")), env=Drift)
+    store: Any = session.store
+    assert isinstance(session.collector, DeviceCollector)
+    assert isinstance(store, DeviceReplayStore) == (algo == "sac")
+    taken = 0
+    while taken < 640:
+        taken += store.add(session.collect(store.request(taken)), taken)
+    if algo == "sac":
+        batch = next(batch for _, batch in store.batches(session.algorithm, taken))
+        seen, last, actions = batch["obs"], batch["next_obs"], batch["actions"]
+    else:
+        rows = session.collector.experience.arrays  # type: ignore[attr-defined]
+        done = rows["terminated"] | rows["truncated"]
+        seen, last, actions = (part[done] for part in (rows["obs"][:-1], rows["final_obs"], rows["actions"]))
+    assert len(seen) > 5
+    for obs in (seen, last):
+        torch.testing.assert_close(obs[:, :3], as_groups(obs[:, 3:])["critic"])
+    torch.testing.assert_close(last[:, 3], seen[:, 3] + 0.5 * actions[:, 0].clamp(-1, 1))
+
+
+@pytest.mark.parametrize("algo", ["ppo", "sac", "d4pg"])
+def test_a_run_on_the_device_is_evaluated_and_resumes_exactly(algo: str, tmp_path: Path) -> None:
+    whole = train(drift_config(algo, tmp_path / "whole"), env=Drift, console=False)
+    assert whole.metrics["eval_episodes"] == 2
+    half = train(drift_config(algo, tmp_path / "halves"), env=Drift, callbacks=[StopAt(64)], console=False)
+    assert_same_run(whole, resume_training(half.checkpoint_path, env=Drift, console=False))
+    policy = load_policy(whole.checkpoint_path)
+    row = {name: part[0].numpy() for name, part in as_groups(torch.tensor([[0.3, 0.2]])).items()}
+    np.testing.assert_array_equal(policy.predict(row), policy.predict({"actor": row["actor"]}))
+
+
+def test_one_row_is_an_ordinary_environment_with_a_dict() -> None:
+    env = make_env(read_recipe("Drift", {}, Drift))
+    check_env(OneEnvironment(Drift()), skip_render_check=True)
+    obs, _ = env.reset(seed=3)
+    assert obs.shape == (5,)
+    assert obs[0] == pytest.approx(100.0 + obs[3])
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +230,7 @@ REFUSED: list[tuple[Any, str, dict[str, Any], str]] = [
     (Points, "ppo", GROUPED, "points has no Dict observation: Box"),
     (gives(space=gs.Dict(actor=ACTOR, critic=gs.Dict(a=ACTOR))), "ppo", GROUPED, "must be a Box or a Dict of Boxes"),
     (gives(space=gs.Dict(actor=ACTOR, critic=gs.Discrete(2))), "ppo", GROUPED, "must be a Box or a Dict of Boxes"),
-    (gives(space=gs.Dict(actor=ACTOR, camera=IMAGE)), "ppo", {}, "the group 'camera' of observation_space is an image"),
+    (gives(space=gs.Dict(actor=ACTOR, camera=IMAGE)), "ppo", {}, "the part 'camera' of observation_space is an image"),
     (gives(keep=lambda obs: {"actor": obs["actor"]}), "ppo", GROUPED,
      "the observations of points have the groups actor; they must be a mapping with critic and actor"),
     (gives(keep=lambda obs: obs["actor"]), "ppo", GROUPED,
