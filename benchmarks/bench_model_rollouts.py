@@ -18,7 +18,7 @@ import torch
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.algorithms.mopo import MOPO
 from rl_training.data.model_store import CHUNK, SyntheticBuffer
-from rl_training.envs.factory import never
+from rl_training.envs.outcomes import never
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
 

@@ -65,7 +65,7 @@ ADDED_LATER = {
     "learning_rate_decay": "none", "return_bound": None, "noise_repeat": 1,
     "actor_first": False, "observation_statistics": "batches", "target_entropy_per_dimension": None,
     "her_ratio": 0.0, "her_strategy": "future", "exploration_noise_min": None, "target_actor": True,
-    "own_targets": False,
+    "own_targets": False, "logvar_units": "standardized",
 }  # fmt: skip
 Q_LEARNING = (
     "dqn", "double_dqn", "dueling_dqn", "prioritized_dqn", "n_step_dqn", "c51_dqn", "noisy_dqn", "qr_dqn",

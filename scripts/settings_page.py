@@ -50,7 +50,8 @@ def render_settings(table: Table, describe_range: Callable[[dict[str, Any]], str
         fields("## Hyper-parameters of every algorithm", Params, f"{words['params']}\n", ["schedules"]),
         fields("### `early_stopping`", EarlyStopping),
         fields("### `NAME_schedule`", Schedule, f"{words['schedule']}\n"),
-        "## Extras\n\n`pip install '.[NAME]'` in a checkout, several as `'.[atari,video]'`.\n",
+        "## Extras\n\n`pip install '.[NAME]'` in a checkout, several as `'.[atari,video]'`. "
+        "Where rl-training is\ninstalled already, `pip install 'rl-training[NAME]'` adds one.\n",
         table(["Extra", "For", "Packages"], extras),
         "## Exit codes\n",
         table(["Code", "Meaning"], [[code, words["exit_codes"][name]] for name, code in exit_codes().items()]),

@@ -17,8 +17,10 @@ from rl_training.algorithms.mbpo import MBPO, dynamics_targets, mbpo_model_loss
 from rl_training.algorithms.mopo import mopo_model_loss
 from rl_training.algorithms.sac import SAC
 from rl_training.config.params import read_params
+from rl_training.config.train_config import Presets, load_config
 from rl_training.data.model_store import ModelReplayStore, SyntheticBuffer
-from rl_training.envs.factory import TERMINATIONS, known_termination, never, read_recipe
+from rl_training.envs.factory import read_recipe
+from rl_training.envs.outcomes import TERMINATIONS, known_termination, never
 from rl_training.errors import UserError
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
@@ -28,10 +30,13 @@ from rl_training.run.workflows import resume_training, train
 from rl_training.runtime.mbpo_trainer import MBPOParams
 
 
-def make(learner: type[MBPO] = MBPO, num_ensembles: int = 7, **options: Any) -> Any:
+def make(
+    learner: type[MBPO] = MBPO, num_ensembles: int = 7, logvar_units: Any = "environment", **options: Any
+) -> Any:
     torch.manual_seed(0)
     made = learner(
-        policy_model=MLPSACModel(**SIZES), dynamics_model=MLPMOPOEnsembleModel(**SIZES, num_ensembles=num_ensembles),
+        policy_model=MLPSACModel(**SIZES),
+        dynamics_model=MLPMOPOEnsembleModel(**SIZES, num_ensembles=num_ensembles, logvar_units=logvar_units),
         **{"policy_learning_rate": 1e-3, "gamma": 0.9, "tau": 0.1, **options},
     )  # fmt: skip
     made.seed(0)
@@ -105,7 +110,7 @@ def test_members_as_one_network_equal_members_one_by_one() -> None:
 
 def test_units_are_the_environments_own_and_standardising_is_inside() -> None:
     torch.manual_seed(0)
-    model, batch = MLPMOPOEnsembleModel(**SIZES), make_batch(64)
+    model, batch = MLPMOPOEnsembleModel(**SIZES, logvar_units="standardized"), make_batch(64)
     inputs, targets = torch.cat([batch["obs"], batch["actions"]], -1), dynamics_targets(batch)
     targets[:, 2] = 7.0  # never changes
     model.standardize(inputs, targets)
@@ -117,6 +122,32 @@ def test_units_are_the_environments_own_and_standardising_is_inside() -> None:
     torch.testing.assert_close(after.means[..., varies], 100 * before.means[..., varies] + 5, rtol=1e-3, atol=1e-2)
     shift = 2 * np.log(100.0)
     torch.testing.assert_close(after.logvars[..., varies], before.logvars[..., varies] + shift, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.05, 1.0, 30.0])
+def test_bounds_are_in_the_environments_units(scale: float) -> None:
+    """As in the published code, which standardizes inputs only: softplus(x) is log(1 + e^x) of raw log-variances."""
+    torch.manual_seed(0)
+    models = [MLPMOPOEnsembleModel(**SIZES, num_ensembles=2, logvar_units=u) for u in ("environment", "standardized")]
+    models[1].load_state_dict(models[0].state_dict())
+    batch = make_batch(64)
+    for model in models:
+        model.standardize(torch.cat([batch["obs"], batch["actions"]], -1), scale * dynamics_targets(batch))
+        model.max_logvar.data.copy_(torch.tensor([0.5, 0.4, 0.3, 0.2]))
+    raw, standardized = (model(batch["obs"], batch["actions"]) for model in models)
+    assert torch.equal(raw.means, standardized.means)
+    std = models[0].target_std.double().numpy()
+    inputs = (torch.cat([batch["obs"], batch["actions"]], -1) - models[0].input_mean) / models[0].input_std
+    outputs = models[0].members.run(inputs, None)[..., 4:8].detach().double().numpy() + 2 * np.log(std)
+    high, low = np.array([0.5, 0.4, 0.3, 0.2]), np.full(4, -10.0)
+    expected = high - np.logaddexp(0, high - outputs)
+    expected = low + np.logaddexp(0, expected - low)
+    np.testing.assert_allclose(raw.logvars.detach().numpy(), expected, rtol=1e-4, atol=1e-4)
+    assert (raw.logvars > -10.0).all()
+    assert (raw.logvars < 0.51).all()
+    apart = standardized.logvars.detach().numpy() - 2 * np.log(std)  # wide and narrow targets alike
+    assert (apart > -10.0).all()
+    assert (apart < 0.51).all()
 
 
 def test_model_update_moves_the_model_alone_and_needs_no_dones() -> None:
@@ -244,7 +275,7 @@ def test_each_row_is_computed_by_its_drawn_elite_alone(rows: int) -> None:
     seen, obs = watch_rows(learner), torch.randn(rows, 3)
     counts = torch.zeros(7)
     for _ in range(200 if rows < 100 else 20):
-        step = learner.imagine(obs, lambda next_obs: next_obs[:, 0] > 1e9)
+        step = learner.imagine(obs, lambda *step: step[2][:, 0] > 1e9)
         member = step["rewards"].round()
         torch.testing.assert_close(step["rewards"], member, rtol=0, atol=1e-3)
         torch.testing.assert_close(
@@ -262,7 +293,7 @@ def test_imagined_outcomes_have_the_predicted_deviation() -> None:
     learner = make(num_ensembles=1, num_elites=1)
     deviations = torch.tensor([0.5, 1.0, 2.0, 0.1])
     by_hand(learner.dynamics_model, torch.zeros(1, 4), 2 * deviations.log().unsqueeze(0))
-    step = learner.imagine(torch.zeros(20_000, 3), lambda obs: obs[:, 0] > 1e9)
+    step = learner.imagine(torch.zeros(20_000, 3), lambda *step: step[2][:, 0] > 1e9)
     found = torch.cat([step["rewards"].unsqueeze(-1), step["next_obs"]], -1).std(0)
     torch.testing.assert_close(found, deviations, rtol=0.03, atol=0)
     assert step["actions"].abs().max() <= 1.0
@@ -314,7 +345,7 @@ def test_rows_that_end_are_not_rolled_out_further(store: ModelReplayStore) -> No
     learner = make(num_ensembles=1, num_elites=1)
     by_hand(learner.dynamics_model, torch.ones(1, 4), torch.tensor(-25.0))
     store.imagined = SyntheticBuffer(100, obs_dim=3, action_dim=2)
-    store.terminates = lambda obs: obs[:, 0] > 1.5
+    store.outcomes.ends = lambda *step: step[2][:, 0] > 1.5
     states = torch.zeros(10, 3)
     states[:4, 0] = 1.0  # end at once; the others after two of the three steps
     store.imagine(learner, states, 3)
@@ -326,7 +357,7 @@ def test_rows_that_end_are_not_rolled_out_further(store: ModelReplayStore) -> No
 
 def test_imagined_ends_reach_the_policys_batch(store: ModelReplayStore) -> None:
     store.imagined = SyntheticBuffer(100, obs_dim=3, action_dim=2)
-    store.terminates = lambda obs: obs[:, 0] > -1e9
+    store.outcomes.ends = lambda *step: step[2][:, 0] > -1e9
     store.imagine(make(), torch.zeros(10, 3), 3)
     assert store.mix(make_batch(2))["dones"].tolist() == [0.0] * 2 + [1.0] * store.synthetic_batch_size
 
@@ -361,17 +392,56 @@ def test_batches_may_be_drawn_from_the_newest_imagined_rows_only() -> None:
     zeros = torch.zeros(8, 1)
     rows = {"obs": torch.arange(8.0).unsqueeze(-1), "actions": zeros, "rewards": zeros[:, 0], "next_obs": zeros}
     buffer.add({**rows, "terminated": torch.zeros(8, dtype=torch.bool)})  # 3 to 7 are kept, and the ring has wrapped
-    drawn = buffer.sample(200, np.random.default_rng(0), newest=2)["obs"]
-    assert set(drawn.flatten().tolist()) == {6.0, 7.0}
-    assert set(buffer.sample(200, np.random.default_rng(0), newest=9)["obs"].flatten().tolist()) == {3, 4, 5, 6, 7}
+    buffer.forget(9)
+    assert set(buffer.sample(200, np.random.default_rng(0))["obs"].flatten().tolist()) == {3, 4, 5, 6, 7}
+    buffer.forget(2)
+    assert len(buffer) == 2
+    again = SyntheticBuffer(5, obs_dim=1, action_dim=1)
+    again.load_state_dict(buffer.state_dict())
+    for one in (buffer, again):
+        assert set(one.sample(200, np.random.default_rng(0))["obs"].flatten().tolist()) == {6.0, 7.0}
+        one.add({name: column[:1] for name, column in rows.items()} | {"terminated": torch.zeros(1, dtype=torch.bool)})
+        assert set(one.sample(200, np.random.default_rng(0))["obs"].flatten().tolist()) == {6.0, 7.0, 0.0}
 
 
-def test_the_pool_of_imagined_rows_grows_with_the_horizon(tmp_path: Path) -> None:
-    kwargs = {"synthetic_rounds": 2, "rollout_batch_size": 20, "rollout_horizon": 3.7}
-    store: Any = open_session(tiny("mbpo", tmp_path, kwargs=kwargs)).store
-    assert store.newest == 2 * 20 * 3
-    store.rollout_horizon = 1.0
-    assert store.newest == 2 * 20
+def test_the_pool_of_imagined_rows_is_that_of_the_published_code(tmp_path: Path) -> None:
+    """Four rounds at the current horizon: a pool that grows keeps what it has, and what it dropped stays dropped."""
+    kwargs = {
+        "synthetic_rounds": 4, "rollout_batch_size": 5, "synthetic_buffer_capacity": None,
+        "rollout_horizon_schedule": {"start": 1, "end": 3},
+    }  # fmt: skip
+    session = open_session(tiny("mbpo", tmp_path, kwargs=kwargs))
+    store: Any = session.store
+    assert store.imagined.capacity == 4 * 5 * 3
+    store.imagined = SyntheticBuffer(store.imagined.capacity, obs_dim=3, action_dim=2)
+    learner, store.outcomes.ends = make(), never
+    by_hand(learner.dynamics_model, torch.zeros(7, 4), torch.tensor(-25.0))  # a rollout stays where it starts
+    published: list[float] = []  # `_reallocate_model_pool` and `_rollout_model`: the largest size, then the rows
+    for number, horizon in enumerate([1.0] * 9 + [1.9, 2.0, 2.4] + [2.0] * 5 + [3.0] * 6):
+        store.imagine(learner, torch.full((5, 3), float(number)), horizon)
+        published = (published + [float(number)] * (5 * int(horizon)))[-4 * 5 * int(horizon) :]
+        drawn = store.imagined.sample(5_000, np.random.default_rng(0))["obs"][:, 0]
+        assert len(store.imagined) == len(published)
+        assert set(drawn.round().tolist()) == set(published)
+    session.close()
+
+
+def test_the_presets_have_the_published_schedules() -> None:
+    """`_set_rollout_length` of the published code with [20, 150, 1, 15], an epoch being 1,000 steps."""
+    config = load_config(Presets / "mbpo" / "hopper.yaml")
+    schedule = read_params(MBPOParams, config.algo_kwargs).schedules["rollout_horizon"]
+    for epoch in range(100):
+        share = min(max(0.0, (epoch - 20) / (150 - 20)), 1.0)
+        assert int(schedule.value((1_000 * epoch + 1) / config.total_timesteps)) == int(share * 14 + 1), epoch
+    published = {"mbpo/hopper": (20, -1), "mbpo/walker2d": (20, -3), "mbpo/halfcheetah": (40, -3)}
+    for name, (updates, entropy) in published.items():
+        params: Any = read_params(MBPOParams, load_config(Presets / f"{name}.yaml").algo_kwargs)
+        params.check_new_run()
+        assert (params.gradient_updates_per_step, params.target_entropy) == (updates, entropy)
+        assert (params.learning_starts, params.random_action_hold) == (5_000, 1.0)
+        assert params.rollout_refresh_interval == params.model_train_frequency * updates  # rounds come with the fits
+        assert (params.rollout_batch_size, params.synthetic_rounds, params.model_updates) == (100_000, 4, None)
+        assert (params.hidden_sizes, params.batch_size, params.logvar_units) == ((256, 256), 256, "environment")
 
 
 def test_rows_that_cannot_be_moved_change_nothing() -> None:
@@ -426,9 +496,9 @@ def test_a_synthetic_buffer_moves_between_gpu_and_host() -> None:
 @pytest.mark.parametrize("ends", [True, False])
 def test_where_nothing_ends_a_round_keeps_every_row(store: ModelReplayStore, ends: bool) -> None:
     rounds = []
-    for terminates in (never, lambda obs: obs[:, 0] > (-1e9 if ends else 1e9)):
+    for terminates in (never, lambda *step: step[2][:, 0] > (-1e9 if ends else 1e9)):
         store.imagined = SyntheticBuffer(100, obs_dim=3, action_dim=2)
-        store.terminates = terminates
+        store.outcomes.ends = terminates
         store.imagine(make(), torch.zeros(10, 3), 3)
         rounds.append(store.imagined.state_dict()["arrays"])
     assert [len(found["obs"]) for found in rounds] == [30, 10 if ends else 30]
@@ -552,8 +622,16 @@ def test_a_fit_has_a_most_number_of_updates_and_holds_a_fifth_out(store: ModelRe
     assert torch.equal(epoch.sort(-1).values, again.sort(-1).values)  # and keeps it
 
 
+def test_a_fit_without_a_most_number_of_updates_ends_by_its_error() -> None:
+    learner: Any = Scripted(*([0.9**i] * 3 for i in range(600)), *([[9.0] * 3] * 9))
+    data = {name: torch.from_numpy(column) for name, column in transitions(10).items()}
+    assert len(list(learner.fit(data, np.random.default_rng(0), None, 4))) == (600 + 5) * 2  # 8 rows in steps of 4
+    assert learner.fit_metrics["model_fit_updates"] == 605 * 2
+
+
 def test_a_fit_learns_a_linear_world() -> None:
-    learner, rng = make(num_ensembles=3, num_elites=2), np.random.default_rng(0)
+    """Where units are far apart, the bounds are best in those of standardized targets."""
+    learner, rng = make(num_ensembles=3, num_elites=2, logvar_units="standardized"), np.random.default_rng(0)
     data = {name: rng.normal(size=(400, size)).astype(np.float32) for name, size in (("obs", 3), ("actions", 2))}
     data["rewards"] = 100 * data["actions"].sum(1)
     data["next_obs"] = data["obs"] + 0.01 * data["obs"][:, ::-1]
@@ -632,6 +710,11 @@ def test_a_buffer_smaller_than_a_round_of_rollouts_is_refused(tmp_path: Path, al
     assert list(tmp_path.iterdir()) == []
     for fits in (kwargs(80), kwargs(120, rollout_horizon_schedule=growing), kwargs(1, synthetic_batch_ratio=0.0)):
         open_session(tiny(algo, tmp_path, kwargs=fits)).close()
+    words = r"synthetic_buffer_capacity is 359; .*synthetic_rounds times .* \(3 x 20 x 6\), or null, which is that"
+    with pytest.raises(UserError, match=words):
+        train(tiny(algo, tmp_path, kwargs=kwargs(359, rollout_horizon_schedule=growing, synthetic_rounds=3)))
+    with pytest.raises(UserError, match=r"synthetic_buffer_capacity is null, .* as synthetic_rounds have; give one"):
+        train(tiny(algo, tmp_path, kwargs={"synthetic_buffer_capacity": None}))
 
 
 def test_a_run_that_began_with_a_smaller_buffer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -711,6 +794,6 @@ def test_a_horizon_between_two_numbers_is_the_smaller_one(
 ) -> None:
     """As in the published code, so that a schedule reaches its last number at its end."""
     store.imagined = SyntheticBuffer(100, obs_dim=3, action_dim=2)
-    store.terminates = never
+    store.outcomes.ends = never
     store.imagine(make(), torch.zeros(10, 3), horizon)
     assert len(store.imagined) == 10 * steps

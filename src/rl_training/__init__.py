@@ -22,8 +22,16 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if not (name[:1].isupper() or name in FUNCTIONS):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import sys
     from importlib import import_module
+    from importlib.util import find_spec
 
-    return getattr(import_module(FUNCTIONS.get(name, "rl_training.api")), name)
+    if name.startswith("_") or find_spec(f"{__name__}.{name}") is not None:  # a module that is not imported yet
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(FUNCTIONS.get(name, "rl_training.api")), name)
+    except AttributeError as error:
+        # `from rl_training import name` replaces the message of an AttributeError, but not that of an ImportError
+        if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+            raise ImportError(str(error), name=name) from None
+        raise

@@ -115,10 +115,13 @@ def one_line(message: str) -> str:
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 83]}...{line[-80:]}"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an "unknown name" sentence: the nearest known name, or a list of names if none is near."""
+def did_you_mean(name: str, known: Iterable[str], value: Any = None) -> str:
+    """The end of an "unknown name" sentence: the nearest known name, or a list of names if none is near.
+
+    `value` is what was given under the name, if anything was.
+    """
     names = sorted(known)
-    if (ours := translate(name, names)) is not None:
+    if (ours := translate(name, names, value)) is not None:
         return ours
     if (near := near_name(name, names)) is not None:
         return f"did you mean {near!r}?"
@@ -131,7 +134,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 @cache
 def sb3_hints() -> dict[str, Any]:
-    """For users of Stable-Baselines3 and RL Zoo: the tables `names`, `zoo` and `remarks` of the file in `assets`."""
+    """For users of Stable-Baselines3 and RL Zoo: `names`, `zoo`, `remarks` and `values` of the file in `assets`."""
     from importlib.resources import files
 
     import yaml
@@ -140,9 +143,16 @@ def sb3_hints() -> dict[str, Any]:
     return hints
 
 
-def translate(name: str, known: Collection[str]) -> str | None:
-    """The end of an error message about an unknown name that Stable-Baselines3 has; None for any other name."""
-    names, zoo, remarks = sb3_hints().values()
+def translate(name: str, known: Collection[str], value: Any = None) -> str | None:
+    """The end of an error message about an unknown name that Stable-Baselines3 has; None for any other name.
+
+    Of `policy_kwargs`, the names inside are translated if ours are known.
+    """
+    names, zoo, remarks, _ = sb3_hints().values()
+    if name == "policy_kwargs" and isinstance(value, Mapping):
+        inside = [translate(key, known) for key in value if isinstance(key, str)]
+        if told := list(dict.fromkeys(one.rstrip(".") for one in inside if one is not None)):
+            return f"{'; '.join(told)}."
     ours = [our for our in names.get(name, ()) if our in known]
     if not ours and "algo_kwargs" in known and "learning_rate" not in known:  # the top of a config file
         ours = [f"algo_kwargs.{our}" for our in names.get(name, ())]
@@ -193,6 +203,11 @@ def definition(env: Any, method: str) -> str:
     """Where the user's own class defines a method, such as ` (my_envs.py, line 12)`; empty for other classes."""
     code = getattr(inspect.unwrap(getattr(type(env), method, len)), "__code__", None)
     return show_line(code.co_filename, code.co_firstlineno) if code and is_users_file(code.co_filename) else ""
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra: of an installed package, and in a checkout of the source."""
+    return f"pip install 'rl-training[{extra}]', in a checkout '.[{extra}]'"
 
 
 def counted(number: int, noun: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from rl_training.errors import UnknownKey, UserError, did_you_mean
+from rl_training.errors import UnknownKey, UserError, did_you_mean, sb3_hints
 
 Model = TypeVar("Model", bound="StrictModel")
 READ = {"read": True}  # pydantic's context of what `validate` makes: a file may have said it, not the user's code
@@ -99,10 +99,12 @@ def validate(model: type[Model], data: Any, where: str, *, also_known: Iterable[
     except ValidationError as error:
         problems = [_Problem(_keys_of(found, data), found) for found in error.errors(include_url=False)]
         # a misspelled key is often reported as a missing one too
-        if unknown := next((one.path for one in problems if one.found["type"] == "extra_forbidden"), None):
+        if found := next((one for one in problems if one.found["type"] == "extra_forbidden"), None):
+            unknown = found.path
             owner = _model_at(model, unknown[:-1])
             known = [*owner.model_fields, *(also_known if owner is model else ())]
-            raise UnknownKey(where, ".".join(unknown), did_you_mean(unknown[-1], known), data) from None
+            hint = did_you_mean(unknown[-1], known, found.found["input"])
+            raise UnknownKey(where, ".".join(unknown), hint, data) from None
         raise UserError(f"{where}: {_describe(problems)}") from None
 
 
@@ -155,7 +157,8 @@ def _describe(problems: list[_Problem]) -> str:
         message = found["msg"].removeprefix("Value error, ")
         return f"{field}: {message}." if field else f"{message}."
     wanted = dict.fromkeys(_in_words(one.found) for one in of_field if one.path == path)
-    return f"{field} is {_show(value)}; it should {', or '.join(wanted)}."
+    hint = sb3_hints()["values"].get(path[-1]) if path else None
+    return f"{field} is {_show(value)}; it should {', or '.join(wanted)}{f' ({hint})' if hint else ''}."
 
 
 def _in_words(found: Any) -> str:

@@ -15,9 +15,11 @@ import rl_training
 from resume_cases import SPECS, assert_same_run, edit_checkpoint, tiny
 from rl_training import A2C, DQN, PPO, TrainConfig
 from rl_training.cli.options import apply_settings, build_config
+from rl_training.config.params import EarlyStopping
 from rl_training.config.settings import read_config
 from rl_training.config.train_config import list_presets, load_config
 from rl_training.errors import UserError, sb3_hints
+from rl_training.run.run import Callback
 from rl_training.run.workflows import resume_training, train
 
 SMALL = {"total_timesteps": 32, "eval_episodes": 2, "device": "cpu", "num_steps": 8, "hidden_sizes": (8,)}
@@ -303,9 +305,13 @@ def test_what_an_algorithm_does_not_have_is_not_promised() -> None:
 
 def test_every_name_of_ours_in_the_table_exists() -> None:
     known = {name for spec in SPECS.values() for name in spec.params.model_fields} | set(TrainConfig.model_fields)
+    known |= set(EarlyStopping.model_fields)
     hints = sb3_hints()
-    assert {our for ours in hints["names"].values() for our in ours} <= known | {"callbacks", "progress", "reset"}
+    others = {"callbacks", "progress", "reset", "num_episodes", *vars(Callback)}
+    assert {our for ours in hints["names"].values() for our in ours} <= known | others
     assert not hints["remarks"].keys() & known
+    assert hints["values"].keys() <= known
+    assert not any(hasattr(rl_training, name) for name in hints["remarks"])
 
 
 @pytest.mark.parametrize(

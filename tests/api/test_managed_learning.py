@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -94,6 +95,49 @@ def test_learn_after_load_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert loaded.learn(16, callbacks=[watch]).metrics["global_step"] == 64
     assert watch.starts == [48]
     assert loaded.learn(8, callbacks=[watch]).metrics["global_step"] == 72
+
+
+def test_a_loaded_file_writes_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    managed = make(tmp_path / "logs")
+    first = managed.learn(16)
+    path = managed.save(tmp_path / "kept.ckpt")
+    told = A2C.load(path, output_dir=tmp_path / "mine")
+    assert told.config.output_dir == str(tmp_path / "mine")
+    second = told.learn(16)
+    assert second.run_dir.parent == tmp_path / "mine"
+    assert told.learn(16).run_dir == second.run_dir
+    assert told.learn(16, reset=True).run_dir.parent == tmp_path / "mine"
+    elsewhere = A2C.load(first.checkpoint_path, output_dir="mine")  # even of a run that could continue in its place
+    assert elsewhere.learn(16).run_dir.resolve().parent == tmp_path / "mine"
+    beside = A2C.load(first.checkpoint_path)
+    assert Path(beside.config.output_dir) == tmp_path / "logs"
+    assert beside.learn(16, reset=True).run_dir.parent == tmp_path / "logs"
+    assert A2C.load(first.checkpoint_path).learn(16).run_dir == first.run_dir
+
+
+def test_a_file_does_not_decide_where_a_loaded_model_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    managed = make(tmp_path / "logs")
+    managed.learn(16)
+    loaded = A2C.load(managed.save(tmp_path / "kept.ckpt"))
+    assert loaded.config.output_dir == "runs"
+    run = loaded.learn(16).run_dir
+    assert run.parent == Path("runs")
+    said = json.loads((run / "manifest.json").read_text())["messages"]
+    assert any("names output_dir" in one and "logs" in one and "this run is in runs" in one for one in said), said
+    assert loaded.learn(16, reset=True).run_dir.parent == Path("runs")
+
+
+def test_changed_parameters_are_learned_on_in_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    managed = make(tmp_path / "logs")
+    first = managed.learn(16).run_dir
+    managed.set_parameters(managed.get_parameters())
+    managed.set_parameters(managed.get_parameters())
+    second = managed.learn(16).run_dir
+    assert second != first
+    assert second.parent == first.parent
 
 
 def test_callbacks_may_still_be_the_first_argument(tmp_path: Path) -> None:

@@ -8,15 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+import env_zoo
 import rl_training
 from resume_cases import stop_and_resume
-from rl_training import A2CAlgorithm, DQNAlgorithm, SACAlgorithm
-from rl_training.algorithms.base import Number, Setting, UpdateResult
+from rl_training import A2CAlgorithm, DQNAlgorithm, PPOAlgorithm, SACAlgorithm
+from rl_training.algorithms.base import ActOutput, Number, Setting, UpdateResult
 from rl_training.cli.main import app
 from rl_training.config import spec
 from rl_training.errors import UserError
@@ -100,6 +102,53 @@ class Shifted(SACAlgorithm):
 
     def explore(self, actions: Tensor, obs: Tensor, action_masks: Tensor | None = None) -> Tensor:
         return actions + self.shift * torch.rand(actions.shape, generator=self.generator) + torch.tensor([0.0, 9.0])
+
+
+class AlwaysRight(PPOAlgorithm):
+    """PPO that takes action 1, whatever its policy prefers."""
+
+    def act(self, obs: Tensor, *given: Any, **more: Any) -> ActOutput:
+        out = super().act(obs, *given, **more)
+        return replace(out, actions=torch.ones_like(out.actions))
+
+
+def test_a_learner_with_its_own_act_takes_those_actions_everywhere(tmp_path: Path) -> None:
+    """On a CPU, small policies act in numpy, which is a form of the other learner's `act`."""
+    managed: Any = rl_training.register(AlwaysRight, like="ppo")
+    seen: list[int] = []
+
+    class Counting(env_zoo.Walk):
+        def step(self, action: Any) -> Any:
+            seen.append(int(action))
+            return super().step(action)
+
+    model = managed(Counting, output_dir=tmp_path, **(TINY | {"eval_episodes": 2}))
+    model.learn(32)
+    assert len(seen) > 32
+    assert set(seen) == {1}
+    assert {model.predict(np.zeros(2, np.float32)) for _ in range(3)} == {1}
+    with pytest.raises(UserError, match="always_right defines act, but with vectorization 'device' rollouts call samp"):
+        managed("CartPole-v1", vectorization="device", output_dir=tmp_path, **TINY).learn(32)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, "None"), (0.5, "a float"), (torch.tensor(0.5), r"a tensor of shape \(\)"),
+        (torch.zeros(3), r"a tensor of shape \(3,\)"), ({"loss": 1.0}, "a dict"),
+    ],
+)  # fmt: skip
+def test_a_step_that_returns_something_else_is_named(found: Any, said: str, tmp_path: Path) -> None:
+    class Odd(PPOAlgorithm):
+        """PPO whose step forgets its metrics."""
+
+        def minibatch_step(self, rows: Any) -> Any:
+            return found
+
+    managed: Any = rl_training.register(Odd, like="ppo")
+    wanted = "it must return a tensor of 7 numbers: loss, policy_loss, value_loss, entropy_loss, approx_kl, clip_frac"
+    with pytest.raises(UserError, match=rf"^Odd.minibatch_step returned {said}; {wanted}"):
+        managed("CartPole-v1", output_dir=tmp_path, **TINY).learn(32)
 
 
 class OnlyLegal(DQNAlgorithm):

@@ -28,9 +28,11 @@ from rl_training.cli.screen import print_seeds
 from rl_training.errors import UserError
 from rl_training.record.json_lines import json_line
 from rl_training.run.folder import locked
+from rl_training.run.run import Run
 from rl_training.run.workflows import resume_training, train
 from rl_training.tools import processes
 
+OPERATE = (Path(__file__).parents[2] / "docs" / "operate.md").read_text(encoding="utf-8")
 TINY = ["ppo/cartpole", "--total-timesteps", "256", "--num-envs", "2", "--eval-episodes", "2",
         "--set", "num_steps=64", "--set", "minibatch_size=64"]  # fmt: skip
 LISTENS = """
@@ -286,6 +288,38 @@ def test_a_damaged_run_is_a_problem_in_json() -> None:
     assert (good["run"], good["state"]) == ("good", "done")
     assert bad["problem"].startswith("bad cannot be read: ")
     assert invoke("runs", "nowhere", "--json").stdout == "[]\n"  # a program asks again
+    assert isinstance(good["total_timesteps"], int)
+    table = OPERATE.partition("| Key |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M)))) == good.keys()
+
+
+def test_a_log_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_TRAINING_LOG", "xml")
+    for words in (["train", *TINY], ["runs"]):
+        refused = invoke(*words)
+        assert refused.exit_code == 2
+        assert refused.stderr == "error: RL_TRAINING_LOG is 'xml'; it must be json or text.\n"
+    with pytest.raises(UserError, match="RL_TRAINING_LOG is 'xml'"):
+        train(tiny("a2c", Path("runs")))
+    assert not Path("runs").exists()
+    monkeypatch.setenv("RL_TRAINING_LOG", "text")
+    assert invoke("list").exit_code == 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_a_signal_stopped_is_not_finished(signum: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_TRAINING_LOG", "json")
+    tick = Run.tick
+
+    def stop(run: Run) -> None:
+        tick(run)
+        os.kill(os.getpid(), signum)
+
+    monkeypatch.setattr(Run, "tick", stop)
+    done = invoke("train", *TINY)
+    assert done.exit_code == 128 + signum
+    (said,) = map(json.loads, done.stdout.splitlines())
+    assert (said["event"], said["metrics"]["stop_reason"]) == ("stopped", signal.Signals(signum).name)
 
 
 def test_everything_that_a_run_says_is_a_line_of_json_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,6 +248,23 @@ def test_every_truncation_is_noticed(tmp_path: Path, good_bytes: bytes) -> None:
     refusal(path)
 
 
+def test_a_damaged_checkpoint_of_a_run_names_the_newest_other_one(tmp_path: Path, good_bytes: bytes) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for age, (name, content) in enumerate({
+        "step_30": good_bytes[:-1], "step_20": good_bytes, "step_10": good_bytes, "best": b"", "latest": good_bytes[:9],
+    }.items()):  # fmt: skip
+        (folder / f"{name}.ckpt").write_bytes(content)
+        os.utime(folder / f"{name}.ckpt", (1000 - age, 1000 - age))
+    os.mkfifo(folder / "odd.ckpt")
+    said = refusal(folder / "latest.ckpt")
+    assert "is damaged (its end is missing, it was cut short); the newest other one there is step_20.ckpt, " in said
+    assert said.endswith("step_20.ckpt, which resume takes, or train --continue if you copy it over this one.")
+    for name in ("step_20", "step_10"):
+        (folder / f"{name}.ckpt").unlink()
+    assert refusal(folder / "latest.ckpt").endswith("; use another checkpoint of the run.")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

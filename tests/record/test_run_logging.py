@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 import torch
 
+from resume_cases import tiny
 from rl_training import safe_files
 from rl_training.errors import UserError
 from rl_training.record.logger import RunLogger, format_duration
 from rl_training.record.metrics_file import read_metrics
+from rl_training.run.workflows import train
 
 
 @pytest.fixture(autouse=True)
@@ -335,6 +337,29 @@ def test_the_live_line_is_redrawn_in_place_at_most_four_times_a_second(
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")  # a kill leaves the cursor
     logger.close()
     assert plain(stream.getvalue()).endswith("\n")
+
+
+def test_the_last_line_is_that_of_the_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines come every 5 seconds, and a run may end 4 seconds after one."""
+    train(tiny("a2c", tmp_path, eval_episodes=0), console=True)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "steps/s" in line]
+    assert [line.split()[1] for line in lines] == ["8/128", "128/128"]
+
+
+def test_the_last_line_is_not_repeated(tmp_path: Path) -> None:
+    stream, clock = io.StringIO(), Clock()
+    logger = make(tmp_path, console=True, stream=stream, clock=clock)
+    for last in (False, False, True, True):
+        logger.progress(10, 50.0, 3.0, 21.5, last=last)
+    logger.progress(20, 50.0, 3.0, 21.5, last=True)
+    clock.now += 6
+    logger.progress(20, 50.0, 3.0, 21.5, doing="evaluating")
+    logger.progress(20, 50.0, 3.0, 21.5, last=True)
+    lines = stream.getvalue().splitlines()
+    assert [(line.split()[1][:3], "evaluating" in line) for line in lines] == [
+        ("10/", False), ("20/", False), ("20/", True), ("20/", False),
+    ]  # fmt: skip
+    logger.close()
 
 
 def test_the_live_line_says_what_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

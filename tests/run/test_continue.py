@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,19 @@ def test_another_algorithm_is_refused() -> None:
 def test_settings_that_do_not_affect_learning_may_change() -> None:
     train(named(), callbacks=[StopAt(64)], console=False)
     assert go_on(named(loggers=[])).metrics["global_step"] == 128
+
+
+def test_after_damage_the_checkpoint_that_the_error_names_can_be_copied() -> None:
+    config = named(checkpoint_interval=32, eval_episodes=0)
+    whole = train(config.model_copy(update={"output_dir": "whole"}), console=False)
+    run = train(config, callbacks=[StopAt(64)], console=False).run_dir
+    latest, older = run / "checkpoints/latest.ckpt", run / "checkpoints/step_32.ckpt"
+    latest.write_bytes(latest.read_bytes()[:-9])
+    (run / "checkpoints/step_64.ckpt").unlink()
+    with pytest.raises(UserError, match=r"is damaged .*; the newest other one there is step_32\.ckpt, which res"):
+        go_on(config)
+    shutil.copy(older, latest)
+    assert_same_run(go_on(config), whole)
 
 
 def test_the_run_is_the_one_in_output_dir() -> None:

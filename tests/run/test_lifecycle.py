@@ -423,7 +423,8 @@ def test_an_environment_that_raises_loses_at_most_its_turn(
     assert state["abandoned"]
     err = capsys.readouterr().err
     assert "a resume from here is not exact" in err
-    assert f"step {state['step']} is saved: rl-training resume --checkpoint {latest}" in err
+    command = f"rl-training resume --checkpoint {latest} --env test_lifecycle:Hooked\n"
+    assert f"step {state['step']} is saved: {command}" in err
     assert resume_training(latest, console=False).metrics["stop_reason"] == "total_timesteps"
 
 

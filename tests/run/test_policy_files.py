@@ -22,7 +22,7 @@ from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
-from rl_training.run import learner
+from rl_training.run import learner, workflows
 from rl_training.run.workflows import resume_training, train
 from rl_training.run.zoo import find_policy, list_zoo, read_card
 
@@ -124,10 +124,27 @@ def test_the_zoo_stays_small() -> None:
 def test_a_packaged_policy_is_loaded_by_name() -> None:
     model = A2C.from_zoo("cartpole")
     assert model.evaluate(1)["eval_return_mean"] == 500.0
-    with pytest.raises(UserError, match="is a checkpoint of a2c, not of ppo"):
+    with pytest.raises(UserError, match=r"a2c/cartpole is a policy of a2c, not of ppo; use A2C\.from_zoo\."):
         PPO.from_zoo("a2c/cartpole")
     with pytest.raises(UserError, match="the zoo has no policy 'a2c/cartpol'; did you mean 'a2c/cartpole'"):
         A2C.from_zoo("cartpol")
+
+
+def test_a_packaged_policy_refuses_to_learn_on_before_it_says_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"it can act, but not continue training; learn\(reset=True\) trains a new"):
+        A2C.from_zoo("cartpole").learn(64)
+    assert not capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_enjoy_counts_its_episodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = {"eval_return_mean": 500.0, "eval_return_std": 0.0, "eval_episodes": 1}
+    monkeypatch.setattr(workflows, "evaluate_checkpoint", lambda *_, **__: metrics)
+    shown = CliRunner().invoke(app, ["enjoy", "a2c/cartpole", "--num-episodes", "1"]).output
+    assert "500.0 ± 0.0 over 1 evaluation episode\n" in shown
 
 
 def test_commands_of_the_zoo(tmp_path: Path) -> None:

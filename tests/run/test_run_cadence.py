@@ -90,11 +90,14 @@ def test_the_first_checkpoint_does_not_count_in_the_rate(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_called_is_no_callback(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a callback; it needs one of the methods on_start, on_step"):
+    with pytest.raises(UserError, match="callbacks has the function print; give an object of a class"):
         train(tiny("a2c", tmp_path), callbacks=[print])  # type: ignore[list-item]
-    with pytest.raises(UserError, match="callbacks is a StopAt; it must be a list"):
-        train(tiny("a2c", tmp_path), callbacks=StopAt(8))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="3 is not a callback; it needs one of the methods on_start, on_step"):
+        train(tiny("a2c", tmp_path), callbacks=[3])  # type: ignore[list-item]
+    with pytest.raises(UserError, match=r"has the class StopAt; give an object of it, which StopAt\(\) makes"):
+        train(tiny("a2c", tmp_path), callbacks=[StopAt])  # type: ignore[list-item]
     assert not list(tmp_path.iterdir())
+    assert train(tiny("a2c", tmp_path), callbacks=StopAt(8), console=False).metrics["stop_reason"] == "callback"
 
 
 # ---- evaluations -----------------------------------------------------------------------------------------------------

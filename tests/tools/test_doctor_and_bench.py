@@ -205,6 +205,7 @@ def test_the_algorithm_is_weighed_and_timed() -> None:
     memory, eta = doctor.check_algorithm(load_config(PPO))
     assert "weights" in memory.detail
     assert "256 steps in about" in eta.detail
+    assert eta.detail.count("(") == 1  # where it was measured, said once
 
 
 DATA = {"dataset_kind": "random", "dataset_size": 100}

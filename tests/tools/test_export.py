@@ -99,7 +99,7 @@ def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match="it must lie in a folder that exists"):
         export_policy(checkpoint, "torch", tmp_path / "nowhere" / "policy.pt2")
     monkeypatch.setattr(exporting, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"onnx is not installed; run pip install 'rl-training\[export\]'"):
+    with pytest.raises(UserError, match=r"onnx is not installed, .* run pip install 'rl-training\[export\]'"):
         export_policy(checkpoint, "onnx")
 
 
@@ -139,10 +139,20 @@ def test_the_card_says_how_it_plays_and_how_to_train_it_again(tmp_path: Path) ->
     assert f"| {mean:.1f} | {mean - half:.1f} to {mean + half:.1f} |" in card
     again = parse_yaml(card.partition("```yaml\n")[2].partition("```")[0])
     assert load_config(again).algo_kwargs["num_steps"] == 8
+    assert "run `rl-training train --config config.yaml`." in card
     code = card.partition("```python\n")[2].partition("```")[0]
     names: dict[str, Any] = {"obs": torch.zeros(2, 4)}
     exec(code, names)
     assert names["action"].shape == (2,)
+
+
+def test_the_card_names_the_modules_that_training_again_imports(tmp_path: Path) -> None:
+    run = trained(tiny("ppo", tmp_path, env_id="env_zoo:Walk"))
+    words = ["export", "--checkpoint", str(run.run_dir), "--format", "torch", "--output", str(tmp_path / "policy.pt2")]
+    result = CliRunner().invoke(app, [*words, "--card", "--num-episodes", "2", "--import", "json"])
+    assert result.exit_code == 0, result.output
+    card = (tmp_path / "policy.pt2.md").read_text()
+    assert "run `rl-training train --config config.yaml --import json --import env_zoo`." in card
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pandas
@@ -98,10 +99,23 @@ def test_latex_and_markdown_have_a_column_per_environment(runs: Path, tmp_path: 
     assert "- CartPole-v1: fewer than 5 runs of n_step_dqn" in text
 
 
-def test_a_format_is_chosen_by_name_or_by_the_files_end(runs: Path, tmp_path: Path) -> None:
+def test_a_format_is_chosen_by_name_or_by_the_files_end(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "error: --format is 'tex'; did you mean 'latex'?" in compare(runs, "--format", "tex", code=2)
-    compare(runs, "--output", tmp_path / "t.md", "--format", "csv")
-    assert (tmp_path / "t.md").read_text().startswith("environment,group,")
+    for words, sentence in (
+        (["t.md", "--format", "csv"], "--format is csv, but --output t.md is the name of a markdown file"),
+        (["t.csv", "--format", "latex"], "--format is latex, but --output t.csv is the name of a csv file; leave one"),
+        (["t.txt", "--format", "json"], "--format is json, but --output t.txt is the name of a table file"),
+        (["t.foo"], "--output is 't.foo'; it must end in .csv, .json, .tex, .md or .txt"),
+        (["t.tex.gz"], "it must end in .csv"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path)
+            assert sentence in compare(runs, "--output", *words, code=2)
+            assert not Path(words[0]).exists()
+    compare(runs, "--output", tmp_path / "t.data", "--format", "csv")
+    assert (tmp_path / "t.data").read_text().startswith("environment,group,")
     compare(runs, "--output", tmp_path / "t.txt")
     assert (tmp_path / "t.txt").read_text() == compare(runs)
 
@@ -120,6 +134,27 @@ def test_published_curves_stand_next_to_runs_on_the_same_task(runs: Path, table:
     shown = compare(table)  # a table by itself
     assert "Hopper-v4" in shown
     assert "sac (paper) is better" in shown
+
+
+def test_a_table_without_the_environment_of_the_runs_is_named(runs: Path, table: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"no table has a curve on CartPole-v1\.$"):
+        read_groups([str(runs), str(table)])
+    write_group(tmp_path / "one", [1.0, 2.0], env_id="Acrobot-v1")
+    with pytest.warns(UserWarning, match=r"paper\.csv has no curve on Acrobot-v1; it has Ant-v4, Hopper-v4\.$"):
+        read_groups([str(tmp_path / "one"), str(table)])
+    write_group(tmp_path / "two", [1.0, 2.0], env_id="Hopper-v5")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_groups([str(tmp_path / "two"), str(table)])
+        read_groups([str(table)])
+
+
+def test_a_table_of_few_points_leaves_the_curves_as_they_are(tmp_path: Path) -> None:
+    write_group(tmp_path / "runs", [50.0, 51.0])
+    (tmp_path / "paper.csv").write_text(f"{HEAD}sac,CartPole-v1,0,1000,20\nsac,CartPole-v1,0,3000,40\n")
+    result = compare_groups(read_groups([str(tmp_path / "runs"), str(tmp_path / "paper.csv")]))
+    assert result.curve_of == "eval_return_mean"
+    assert not any("training episodes" in note for note in result.notes)
 
 
 def test_a_plot_may_have_published_curves_and_a_report_not(runs: Path, table: Path, tmp_path: Path) -> None:
@@ -165,6 +200,10 @@ def test_load_runs_is_a_frame_with_what_differs(tmp_path: Path, table: Path) -> 
     published = frame[frame.algo == "sac (paper)"]
     assert set(published.env) == {"Ant-v4", "Hopper-v4"}  # as they are, whatever was run here
     assert published.kind.isna().all()
+    parts = rl_training.load_runs(tmp_path / "runs", f"{table}:sac")
+    pandas.testing.assert_frame_equal(frame, parts)
+    with pytest.raises(UserError, match="load_runs got a list; it takes paths of folders and tables"):
+        rl_training.load_runs("runs", ["more"])  # type: ignore[arg-type]
     last = rl_training.load_runs(str(table)).groupby(["algo", "env"])["return"].last()
     assert last["sac (paper)", "Hopper-v4"] == 90.0
     assert isinstance(last, pandas.Series)
@@ -172,5 +211,6 @@ def test_load_runs_is_a_frame_with_what_differs(tmp_path: Path, table: Path) -> 
 
 def test_without_pandas_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UserError, match=re.escape("load_runs needs pandas; run pip install 'rl-training[pandas]'.")):
+    wanted = "load_runs needs pandas; run pip install 'rl-training[pandas]', in a checkout '.[pandas]'."
+    with pytest.raises(UserError, match=re.escape(wanted)):
         rl_training.load_runs("runs")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting
 from rl_training.algorithms.reward_scale import RewardScale
+from rl_training.errors import UserError
 from rl_training.ops.returns import gae
 from rl_training.speed.optimizer import Backward, Optimizer
 
@@ -222,14 +223,25 @@ class ActorCriticAlgorithm(PolicyActing, RolloutLearner):
 class ShuffledEpochs(RolloutLearner):
     """A rollout learner that makes passes over shuffled rows; a subclass writes `minibatch_step`."""
 
+    step_metrics: ClassVar[tuple[str, ...]]  # names of the K numbers that `minibatch_step` returns
     steps: tuple[str, ...] = ("minibatch_step",)
     graphs: tuple[str, ...] = ("shuffled_steps",)
     update_epochs = Setting(">= 1", 1)
     minibatch_size = Setting(">= 1", None)  # None: the whole batch
 
     def minibatch_step(self, rows: Batch) -> Tensor:
-        """Take one gradient step on rows [B]; return its metrics [K]."""
+        """Take one gradient step on rows [B]; return its `step_metrics` [K]."""
         raise NotImplementedError
+
+    def checked_step(self, rows: Batch) -> Tensor:
+        """`minibatch_step`, which a user may have written: what it returns must be K numbers."""
+        found: Any = self.minibatch_step(rows)
+        if isinstance(found, Tensor) and found.shape == (len(self.step_metrics),):
+            return found
+        kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        what = f"{type(self).__name__}.minibatch_step returned {'None' if found is None else kind}"
+        wanted = f"a tensor of {len(self.step_metrics)} numbers: {', '.join(self.step_metrics)}"
+        raise UserError(f"{what}; it must return {wanted}.")
 
     def entries(self, rows: Batch, count: int) -> int:
         """How many of `count` rows, or whole sequences, a minibatch has: `minibatch_size` rows, or about as many."""
@@ -239,7 +251,7 @@ class ShuffledEpochs(RolloutLearner):
         """Take a gradient step on every `minibatch_size` rows in the given order; return the steps' metrics [S, K]."""
         chosen, size = select_rows(rows, order), self.entries(rows, len(order))
         pieces = zip(*(value.split(size) for value in chosen.values()), strict=True)
-        return torch.stack([self.minibatch_step(dict(zip(chosen, piece, strict=True))) for piece in pieces])
+        return torch.stack([self.checked_step(dict(zip(chosen, piece, strict=True))) for piece in pieces])
 
     def whole_minibatches(self, rows: Batch, count: int) -> tuple[int, int]:
         """How many of `count` shuffled rows are in minibatches of full size, and in any: a last single row is dropped.

@@ -187,6 +187,16 @@ def defines_explore(learner: type[Algorithm]) -> bool:
     return learner.explore is not Algorithm.explore
 
 
+def overrides(learner: type[Algorithm], method: str) -> bool:
+    """Whether a class derived from a learner of this package has its own form of a method that this learner has.
+
+    With its own `act`, it does not act in numpy, which is a form of the other learner's `act`.
+    """
+    ours = next(one for one in learner.__mro__ if one.__module__.startswith("rl_training."))
+    theirs = getattr(ours, method, None)
+    return theirs is not getattr(Algorithm, method, None) and getattr(learner, method) is not theirs
+
+
 class Algorithm(nn.Module):
     """A learner: networks, optimizers and random generator in one module whose `state_dict` is complete.
 

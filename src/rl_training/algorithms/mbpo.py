@@ -23,7 +23,8 @@ from rl_training.speed.optimizer import PLAIN_ADAM
 
 HELDOUT_SHARE, MOST_HELDOUT = 0.2, 5_000
 PATIENCE, LEAST_GAIN = 5, 0.01  # stop after this many epochs in which no member's error falls by this fraction
-Termination = Callable[[Tensor], Tensor]  # next observations [B, O] -> whether the episode ends there [B]
+# obs [B, O], actions in [-1, 1] [B, A], next_obs [B, O] -> rewards [B], or whether the episode ends there [B]
+Outcome = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def mbpo_model_loss(batch: Batch, name: str = "mbpo_model_loss") -> dict[str, Tensor]:
@@ -125,13 +126,14 @@ class MBPO(SAC):
         return scaled.square().mean((1, 2)) + termination_loss(prediction.termination_logits, batch)
 
     def fit(
-        self, data: Mapping[str, Tensor], rng: np.random.Generator, most_updates: int, batch_size: int
+        self, data: Mapping[str, Tensor], rng: np.random.Generator, most_updates: int | None, batch_size: int
     ) -> Iterator[Batch]:
         """Yield `update_model` batches from rows [N, ...] until the held-out error stops falling, then choose elites.
 
         A fifth of the rows is held out; each member learns from its own bootstrap sample of the rest, [E, B, ...].
         A member starts from the weights of the last fit and ends with those of its best epoch; only gains above one
         percent count. The initial weights are not a candidate: they have seen most held-out rows in earlier fits.
+        With `most_updates` None, the error alone stops a fit.
         """
         total = len(data["rewards"])
         order, held = rng.permutation(total), min(max(1, int(HELDOUT_SHARE * total)), MOST_HELDOUT)
@@ -143,9 +145,9 @@ class MBPO(SAC):
         kept = [weight.clone() for weight in weights]
         best = torch.full((model.num_ensembles,), torch.inf, device=self.device)
         stale = updates = 0
-        while stale < PATIENCE and updates < most_updates:
+        while stale < PATIENCE and (most_updates is None or updates < most_updates):
             rng.permuted(bootstrap, axis=1, out=bootstrap)
-            for start in range(0, rows, batch_size)[: most_updates - updates]:
+            for start in range(0, rows, batch_size)[: None if most_updates is None else most_updates - updates]:
                 yield _take(training, bootstrap[:, start : start + batch_size])
                 updates += 1
             errors = self.heldout_errors(heldout)
@@ -160,11 +162,13 @@ class MBPO(SAC):
         self.fit_metrics = {"heldout_error": best[self.elites].mean(), "model_fit_updates": float(updates)}
 
     @torch.no_grad()
-    def imagine(self, obs: Tensor, terminates: Termination | None = None) -> dict[str, Tensor]:
+    def imagine(
+        self, obs: Tensor, terminates: Outcome | None = None, pays: Outcome | None = None
+    ) -> dict[str, Tensor]:
         """Take one step of the current policy in the model from [B, O]; return transitions, in another row order.
 
         A random elite computes each row: the shuffled rows are cut into equal groups, and each of the shuffled elites
-        takes one. Terminations come from `terminates`, or from the model's head.
+        takes one. Terminations come from `terminates` and rewards from `pays`, or both from the model.
         """
         rows, count, device = len(obs), len(self.elites), obs.device
         elites = self.elites[torch.randperm(count, generator=self.generator, device=device)]
@@ -178,11 +182,12 @@ class MBPO(SAC):
         obs, actions = obs[:rows], actions[:rows]
         next_obs = obs + outcome[:, 1:]
         if terminates is not None:
-            terminated = terminates(next_obs)
+            terminated = terminates(obs, actions, next_obs)
         else:
             chance = torch.rand(rows, generator=self.generator, device=device)
             terminated = chance < logits.flatten()[:rows].sigmoid()
-        rewards = self.imagined_rewards(outcome[:, 0], obs, actions)
+        rewards = outcome[:, 0] if pays is None else pays(obs, actions, next_obs)
+        rewards = self.imagined_rewards(rewards, obs, actions)
         return {"obs": obs, "actions": actions, "rewards": rewards, "next_obs": next_obs, "terminated": terminated}
 
     def imagined_rewards(self, rewards: Tensor, obs: Tensor, actions: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ class PPO(ShuffledEpochs, ActorCriticAlgorithm):
     clip_value_loss = Setting(default=False)
     desired_kl = Setting("> 0", None)  # None: the learning rate does not adapt
     rate: Tensor  # the learning rate, where `desired_kl` adapts it
+    step_metrics = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_fraction", "grad_norm")
 
     def __init__(self, *, policy: nn.Module, **settings: Any) -> None:
         super().__init__(policy=policy, **settings)
@@ -54,7 +55,7 @@ class PPO(ShuffledEpochs, ActorCriticAlgorithm):
         self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
     def minibatch_step(self, rows: Batch) -> Tensor:
-        """Take one gradient step on rows [B]; return metrics [7] in the order of `ppo_loss`, then the gradient norm.
+        """Take one gradient step on rows [B]; return the `step_metrics` [7]: those of `ppo_loss`, the gradient norm.
 
         With memory, rows are whole sequences [M, L].
         """
@@ -101,8 +102,8 @@ class PPO(ShuffledEpochs, ActorCriticAlgorithm):
                 break
         self.move_normalizers(rows if indices is None else {"obs": rows["obs"][indices]})
         steps = torch.cat(epochs)
-        names = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_fraction", "grad_norm")
-        metrics = dict(zip(names, steps.mean(0).unbind(), strict=True)) | {"approx_kl": epochs[-1][:, 4].mean()}
+        metrics = dict(zip(self.step_metrics, steps.mean(0).unbind(), strict=True))
+        metrics["approx_kl"] = epochs[-1][:, 4].mean()
         if self.desired_kl is not None:
             metrics["learning_rate"] = self.rate.clone()
         return UpdateResult(metrics, num_gradient_steps=len(steps))

@@ -34,6 +34,7 @@ class PQN(EpsilonGreedy, ShuffledEpochs):
     """The PQN learner. A batch is a rollout [T, N]; `q_network` is any module [B, ...] -> [B, A]."""
 
     reads_logprobs = False
+    step_metrics = ("loss", "q_value_mean", "grad_norm")
     learning_rate = Number(">= 0", 5e-4)
     gae_lambda = Number("in [0, 1]", 0.65)
     max_grad_norm = Number("> 0", 10.0)
@@ -66,5 +67,5 @@ class PQN(EpsilonGreedy, ShuffledEpochs):
         rows, indices = self.rows_and_indices(batch)
         steps = torch.cat(list(self.epochs(rows, indices)))
         self.move_normalizers(rows if indices is None else {"obs": rows["obs"][indices]})
-        metrics = dict(zip(("loss", "q_value_mean", "grad_norm"), steps.mean(0).unbind(), strict=True))
+        metrics = dict(zip(self.step_metrics, steps.mean(0).unbind(), strict=True))
         return UpdateResult(metrics, num_gradient_steps=len(steps))

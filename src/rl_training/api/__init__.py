@@ -18,10 +18,10 @@ __all__ = ["Callback", "ManagedAlgorithm", "Schedule", "Terminated", "TrainConfi
 
 def __getattr__(name: str) -> Any:
     """A managed class (`PPO`) or a learner (`PPOAlgorithm`)."""
-    if not name[:1].isupper():
+    if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     learner = name.removesuffix("Algorithm")
     if (spec := spec_of_class(learner)) is not None:
         return managed_class(name) if learner == name else spec.learner
-    known = [spec.class_name for spec in list_algorithm_specs()]
+    known = [*__all__, "load_runs", *(spec.class_name for spec in list_algorithm_specs())]
     raise AttributeError(f"rl_training has no name {name!r}; {did_you_mean(name, known)}")

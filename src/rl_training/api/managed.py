@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dis
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from html import escape
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,17 +25,18 @@ from rl_training.config.train_config import TrainConfig, names_config
 from rl_training.envs.factory import NAMELESS, UserEnv, name_env, read_env, read_recipe
 from rl_training.envs.inputs import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces
-from rl_training.errors import UserError, did_you_mean, sb3_hints
+from rl_training.errors import UserError, did_you_mean, sb3_hints, translate
 from rl_training.record.checkpoints import save_checkpoint
 from rl_training.run import learner
 from rl_training.run.film import Film, film_episode
+from rl_training.run.folder import home_of, run_dir_of
 from rl_training.run.live import Live, is_watched, shows_html
 from rl_training.run.loop import RunState
 from rl_training.run.ranks import join_ranks
 from rl_training.run.restoring import move_config
-from rl_training.run.run import Callback
+from rl_training.run.run import Callback, read_callbacks
 from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
-from rl_training.run.zoo import find_policy
+from rl_training.run.zoo import find_policy, read_card
 from rl_training.validation import validate, whole_number
 
 Self = TypeVar("Self", bound="ManagedAlgorithm")
@@ -82,10 +85,11 @@ class ManagedAlgorithm:
     def __init__(self, config_or_env: Given = None, *others: Any, env: UserEnv | None = None, **settings: Any) -> None:
         config: Any = config_or_env
         name = type(self).__name__
-        if isinstance(config, str) and config.endswith("Policy"):
-            remarks = sb3_hints()["remarks"]
-            given = repr(others[0]) if others and isinstance(others[0], str) else "env"
-            raise UserError(f"{name} takes no policy such as {config!r}; write {name}({given}): {remarks['policy']}")
+        words = [word for word in (config, *others) if isinstance(word, str)]
+        if policy := next((word for word in words if word.endswith("Policy")), None):
+            given = next((repr(word) for word in words if word != policy), "env")
+            remark = sb3_hints()["remarks"]["policy"]
+            raise UserError(f"{name} takes no policy such as {policy!r}; write {name}({given}): {remark}")
         if others:
             raise UserError(f"{name} takes one environment or config; give everything else by name, as in seed=1.")
         known = isinstance(config, Mapping | TrainConfig | Path | None)
@@ -106,6 +110,8 @@ class ManagedAlgorithm:
         self._policy: learner.TrainedPolicy | None = None
         self._step = 0
         self._moves_to: str | None = None  # another environment than that of the checkpoint
+        self._only_acts = False  # it was loaded from a policy file
+        self._output_dir: str | None = None  # of a run that continues somewhere else than the checkpoint's
 
     def learn(
         self, total_timesteps: int | None = None, *, callbacks: Iterable[Callback] | Callback | None = None,
@@ -124,22 +130,26 @@ class ManagedAlgorithm:
         newest weights, and the next `learn` continues.
         """
         for name in unknown:
-            hint, setting = did_you_mean(name, ARGUMENTS_OF_LEARN), f"{type(self).__name__}(env, {name}=...)"
-            is_setting = name in TrainConfig.model_fields or name in self.hyperparameters
-            raise UserError(f"learn has no argument {name!r}; {f'{setting} sets it.' if is_setting else hint}")
+            hint, settings = did_you_mean(name, ARGUMENTS_OF_LEARN), {*TrainConfig.model_fields, *self.hyperparameters}
+            if hint.startswith("known"):
+                hint = translate(name, settings) or hint
+            setting = f"{type(self).__name__}(env, {name}=...)"
+            raise UserError(f"learn has no argument {name!r}; {f'{setting} sets it.' if name in settings else hint}")
         if callbacks is None and isinstance(total_timesteps, list | tuple):  # as it was called before
             total_timesteps, callbacks = None, total_timesteps
-        callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks
         steps = None if total_timesteps is None else whole_number("total_timesteps", total_timesteps, least=1)
         if progress not in (True, False, None, "plot"):
             raise UserError(f"progress is {progress!r}; it must be True, False, None or 'plot'.")
         shown = is_watched() if progress is None else bool(progress)
         if shown and shows_html():
-            callbacks, shown = [*(callbacks or ()), Live(plot=progress == "plot")], False
+            callbacks, shown = [*read_callbacks(callbacks), Live(plot=progress == "plot")], False
         if self._checkpoint is None or reset:
             config = self._asked if steps is None else self._asked.model_copy(update={"total_timesteps": steps})
             result = train(config, env=self.env, callbacks=callbacks, console=shown, raise_on_signal=False)
             return self._adopt(result, raise_on_signal)
+        if self._only_acts:
+            what = f"{self._checkpoint} is a policy file: it can act, but not continue training"
+            raise UserError(f"{what}; learn(reset=True) trains a new policy.")
         left = self.config.total_timesteps - self._step
         steps = steps or (left if left > 0 else self._asked.total_timesteps)
         if progress is not False and join_ranks().rank == 0:
@@ -149,9 +159,16 @@ class ManagedAlgorithm:
             total_timesteps=self._step + steps, callbacks=callbacks, console=shown, raise_on_signal=raise_on_signal
         )
 
-    def resume(self, *, raise_on_signal: bool = True, **changes: Any) -> TrainResult:
-        """Continue from the newest checkpoint; takes the arguments of `resume_training`, such as `total_timesteps`."""
+    def resume(
+        self, total_timesteps: int | None = None, *, raise_on_signal: bool = True, **changes: Any
+    ) -> TrainResult:  # fmt: skip
+        """Continue from the newest checkpoint to `total_timesteps`, counted from the start of the run.
+
+        The other arguments are those of `resume_training`, such as `output_dir`.
+        """
         path = self._path("resume")
+        known = [name for name in signature(resume_training).parameters if name not in ("path", "env")]
+        refuse_unknown("resume", set(changes) - set(known), known)
         wanted = dict(changes.pop("changes", None) or {})
         if self._moves_to is not None:
             wanted.setdefault("env_id", self._moves_to)
@@ -159,13 +176,18 @@ class ManagedAlgorithm:
         if self._own_network is not None:
             own["network"] = self._own_network
         wanted["algo_kwargs"] = {**own, **wanted.get("algo_kwargs", {})}  # a checkpoint does not hold functions
-        result = resume_training(path, env=self.env, changes=wanted, raise_on_signal=False, **changes)
+        if self._output_dir is not None and "output_dir" not in wanted:
+            changes.setdefault("output_dir", self._output_dir)
+        result = resume_training(
+            path, total_timesteps=total_timesteps, env=self.env, changes=wanted, raise_on_signal=False, **changes
+        )
         return self._adopt(result, raise_on_signal)
 
     def evaluate(
-        self, num_episodes: int | None = None, *, seed: int | None = None, deterministic: bool = True
+        self, num_episodes: int | None = None, *, seed: int | None = None, deterministic: bool = True, **unknown: Any
     ) -> dict[str, Any]:
         """Play whole episodes in new environments and return metrics; the same seed gives the same episodes."""
+        refuse_unknown("evaluate", unknown, ("num_episodes", "seed", "deterministic"))
         seed = None if seed is None else whole_number("seed", seed, least=0)
         return evaluate_checkpoint(
             self._path("evaluate"), num_episodes=num_episodes, env=self.env, seed=seed, deterministic=deterministic,
@@ -194,8 +216,10 @@ class ManagedAlgorithm:
         return network if not isinstance(network, str) or network in self._asked.named else None
 
     def __getattr__(self, name: str) -> NoReturn:
-        remarks = sb3_hints()["remarks"]
-        hint = f"; {remarks[name]}" if name in remarks else ""
+        hint = f"; {remark}" if (remark := sb3_hints()["remarks"].get(name)) else ""
+        if "config" in vars(self):  # not while it is copied or unpickled
+            hint = f"; .config.{name} has it" if name in TrainConfig.model_fields else hint
+            hint = f"; .hyperparameters[{name!r}] has it" if name in self.hyperparameters else hint
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}", name=name, obj=self)
 
     @property
@@ -207,18 +231,23 @@ class ManagedAlgorithm:
         """Copies of all parameters of the networks, targets too, and of the normalizers' statistics, by name."""
         return learner.copy_parameters(self._loaded().algorithm)
 
-    def set_parameters(self, parameters: Mapping[str, Any]) -> None:
+    def set_parameters(self, parameters: Mapping[str, Any], **unknown: Any) -> None:
         """Replace the parameters of these names (of `get_parameters`) and keep the others, also the optimizers' state.
 
         `predict`, `evaluate` and `save` use them, and the next `learn` continues with them in a new run folder. A
         target network has names of its own.
         """
+        refuse_unknown("set_parameters", unknown, ("parameters",))
         if not isinstance(parameters, Mapping):
             raise UserError(f"parameters is {parameters!r:.60}; {sb3_hints()['remarks']['load_path_or_dict']}")
         tree = learner.read_checkpoint(self._path("set the parameters of"))
         if learner.is_policy(tree):
             raise UserError("this is a policy file, which only acts; set_parameters needs one of a run or of save().")
         tree["algorithm"] |= learner.check_parameters(self.get_parameters(), parameters)
+        if (begun_in := run_dir_of(self._path("set the parameters of"))) is not None:
+            self._output_dir = str(begun_in.parent)
+        elif self._output_dir is None:
+            self._output_dir = self.config.output_dir
         self._folder = TemporaryDirectory(prefix="rl-training-")
         path = save_checkpoint(Path(self._folder.name) / "parameters.ckpt", tree)
         policy = learner.TrainedPolicy(*learner.load_algorithm(path, tree, self._own_network))
@@ -230,8 +259,7 @@ class ManagedAlgorithm:
         Every call is treated as the first step of an episode; for a policy with memory (Dreamer) use `actor()`.
         `action_mask` has the form of `info["action_mask"]`, for a batch one per observation; None allows every action.
         """
-        for name in unknown:
-            raise UserError(f"predict has no argument {name!r}; {did_you_mean(name, ARGUMENTS_OF_PREDICT)}")
+        refuse_unknown("predict", unknown, ARGUMENTS_OF_PREDICT)
         action = self._loaded().predict(obs, deterministic, action_mask=action_mask)
         if isinstance(action, np.ndarray):
             warn_if_unpacked(sys._getframe(1))
@@ -252,11 +280,14 @@ class ManagedAlgorithm:
             policy.algorithm, policy.spaces, policy.config, self.env, seed=seed, deterministic=deterministic
         )
 
-    def save(self, path: str | Path, include_replay: bool = False, *, policy_only: bool = False) -> Path:
+    def save(
+        self, path: str | Path, include_replay: bool = False, *, policy_only: bool = False, **unknown: Any
+    ) -> Path:  # fmt: skip
         """Write one file with the config, spaces, learner, normalizers and, on request, the replay buffer.
 
         With `policy_only`, it is a small file to share: it acts and is evaluated, but cannot continue training.
         """
+        refuse_unknown("save", unknown, ("path", "include_replay", "policy_only"))
         tree = learner.read_checkpoint(self._path("save"))
         if policy_only and include_replay:
             raise UserError("policy_only and include_replay are both True; a policy file holds no replay buffer.")
@@ -269,13 +300,20 @@ class ManagedAlgorithm:
         return save_checkpoint(path, tree)
 
     @classmethod
-    def load(cls: type[Self], path: str | Path, *, env: UserEnv | None = None, network: Any = None) -> Self:
+    def load(
+        cls: type[Self], path: str | Path, *, env: UserEnv | None = None, network: Any = None,
+        output_dir: str | Path | None = None, **unknown: Any,
+    ) -> Self:  # fmt: skip
         """Load the algorithm from a file that `save` or a run wrote; give `network` if it was trained with your own.
 
         `env` may be another environment with the same spaces: `learn` then continues there, with new episodes and an
         empty replay buffer. An environment with the same name counts as the same one; so does any environment if the
         policy was trained on a function without a name.
+
+        `learn` continues in the run's own folder if the file is in one. Otherwise, and if `output_dir` is given, it
+        makes a new folder in `output_dir`, which is `runs` by default: a file does not decide where it writes.
         """
+        refuse_unknown("load", unknown, ("path", "env", "network", "output_dir"))
         tree, env = learner.read_checkpoint(path), read_env(env)
         policy = learner.TrainedPolicy(*learner.load_algorithm(path, tree, network))
         config = policy.config
@@ -286,6 +324,8 @@ class ManagedAlgorithm:
             other = get_algorithm_spec(config.algo).class_name
             raise UserError(f"{path} is a checkpoint of {config.algo}, not of {cls.algo}; use {other}.load.")
         name = config.env_id if env is None or isinstance(env, tuple) else name_env(env)
+        home = home_of(Path(path)) if output_dir is None else os.fspath(output_dir)
+        config = config.model_copy(update={"output_dir": home})
         moves = config.env_id not in (name, NAMELESS)
         if moves:
             config = config.model_copy(update=move_config(config, name))
@@ -295,16 +335,23 @@ class ManagedAlgorithm:
         managed = cls.__new__(cls)
         managed._begin(config, env)
         managed._checkpoint, managed._policy, managed._moves_to = Path(path), policy, name if moves else None
+        managed._only_acts, managed._output_dir = learner.is_policy(tree), None if output_dir is None else home
         managed._step = validate(RunState, tree["run"], f"{path}, run").step
         return managed
 
     @classmethod
     def from_zoo(cls: type[Self], name: str) -> Self:
         """Load a packaged policy, such as `ppo/halfcheetah_gpu`; `rl-training zoo list` shows all of them."""
-        return cls.load(find_policy(name if "/" in name else f"{cls.algo}/{name}"))
+        name = name if "/" in name else f"{cls.algo}/{name}"
+        path, algo = find_policy(name), read_card(name).algo
+        if algo != cls.algo:
+            other = get_algorithm_spec(algo).class_name
+            raise UserError(f"{name} is a policy of {algo}, not of {cls.algo}; use {other}.from_zoo.")
+        return cls.load(path)
 
     def _adopt(self, result: TrainResult, raise_on_signal: bool) -> TrainResult:
-        self._checkpoint, self._policy, self._moves_to = result.checkpoint_path, result.policy, None
+        self._checkpoint, self._policy = result.checkpoint_path, result.policy
+        self._moves_to, self._output_dir, self._only_acts = None, None, False
         self.config, self._step = result.policy.config, result.metrics["global_step"]
         return result.raise_signal() if raise_on_signal else result
 
@@ -317,6 +364,12 @@ class ManagedAlgorithm:
         if self._policy is None:
             raise UserError("there is no policy yet; call learn() or load() first.")
         return self._policy
+
+
+def refuse_unknown(method: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise for the first argument that a method does not have."""
+    for name in given:
+        raise UserError(f"{method} has no argument {name!r}; {did_you_mean(name, known)}")
 
 
 def warn_if_unpacked(caller: FrameType) -> None:

@@ -19,7 +19,7 @@ import rl_training
 from rl_training.cli import options
 from rl_training.cli.options import Text, option, whole_number
 from rl_training.cli.screen import make_console, print_facts
-from rl_training.errors import UserError, counted
+from rl_training.errors import UserError, counted, install
 
 if TYPE_CHECKING:
     from rl_training.tools.bench import Breakdown
@@ -150,16 +150,18 @@ def _show_machine(console: Console) -> None:
     print_facts(console, [("rl-training", rl_training.__version__), ("python", python),
                           *((name, _version(name, "[red]missing[/red]")) for name in NEEDED)])  # fmt: skip
     console.print("\n[bold]devices[/bold]")
+    threads = counted(torch.get_num_threads(), "thread")
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     print_facts(console, [
-        ("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads unless a run chooses"),
+        ("cpu", f"{os.cpu_count()} cores, torch uses {threads} unless a run chooses"),
         *((f"cuda:{i}", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB") for i, gpu in enumerate(gpus)),
         ("gpu", "" if gpus else "none available to torch; everything runs on the CPU"),
     ])  # fmt: skip
     console.print("\n[bold]optional packages[/bold]")
-    missing = r"[yellow]not installed[/yellow]: pip install 'rl-training\[{}]'"
+    missing = "[yellow]not installed[/yellow], extra {}"
     print_facts(console, [(name, f"{_version(name, missing.format(extra))} [dim]({use})[/dim]")
                           for name, (extra, use) in OPTIONAL.items()])  # fmt: skip
+    console.print(f"\nan extra is installed by {escape(install('NAME'))}", soft_wrap=True)
 
 
 def _version(package: str, missing: str) -> str:

@@ -86,6 +86,7 @@ def resume(
     network = changes.get("algo_kwargs", {}).get("network")
     networks = [network] if isinstance(network, str) else []
     named = options.name_environment(env, modules, networks)
+    from rl_training.config.train_config import name_again
     from rl_training.run.workflows import resume_training
 
     begun: list[int] = []
@@ -97,7 +98,8 @@ def resume(
     config = result.policy.config
     title = f"{config.algo} on {config.env_id}, resumed at step {begun[0]:,}"
     trained = result.metrics["global_step"] - begun[0]
-    screen.print_run(screen.make_console(), result, title, screen.repeat_names(env, modules, networks), trained=trained)
+    again = name_again(env, [*(modules or ()), *(name.partition(":")[0] for name in networks)])
+    screen.print_run(screen.make_console(), result, title, again, trained=trained)
     exit_after_signal(result)
 
 
@@ -189,11 +191,14 @@ def export(
     made = export_policy(path, file_format, output, names)
     facts, parity = made.facts, made.facts["parity"]
     if card:
+        from rl_training.config.train_config import name_again
         from rl_training.tools.report import render_card
 
         mean, half = screen.mean_interval(scores["eval_returns"])
         interval = (mean - (half or 0.0), mean + (half or 0.0))
-        write_text(f"{made.path}.md", render_card(made, config, scores, interval))
+        own = [name.partition(":")[0] for name in config.callables if ":" in name]
+        again = f"rl-training train --config config.yaml{name_again(None, [*names, *own])}"
+        write_text(f"{made.path}.md", render_card(made, config, scores, interval, again))
     screen.print_facts(screen.make_console(), [
         ("policy", screen.quote(made.path)),
         *((kind, escape(", ".join(f"{value['name']} {value['dtype']} ({', '.join(map(str, value['shape']))})"

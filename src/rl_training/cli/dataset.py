@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from rl_training.cli import options
 from rl_training.cli.options import Text, option
-from rl_training.cli.screen import make_console, print_facts, repeat_names
+from rl_training.cli.screen import make_console, print_facts
 from rl_training.errors import UserError, counted
 from rl_training.safe_files import output_written
 
@@ -73,7 +73,9 @@ def collect(
         ("return", f"{returns.mean():.1f} ({returns.min():.1f} to {returns.max():.1f})"),
         ("file", escape(path)),
     ])  # fmt: skip
-    given_again = f"--path {path}{repeat_names(env or str(dataset.metadata.get('env_id')), modules)}"
+    from rl_training.config.train_config import name_again
+
+    given_again = f"--path {path}{name_again(env or str(dataset.metadata.get('env_id')), modules or ())}"
     console.print(f"\nnext\n  rl-training dataset check {escape(given_again)}", soft_wrap=True)
 
 

@@ -19,6 +19,7 @@ from rl_training.cli import catalog, checkpoint, dataset, report, train, zoo
 from rl_training.cli.options import option
 from rl_training.cli.screen import describe_warning, run_to_exit_code
 from rl_training.errors import UserError, did_you_mean
+from rl_training.record.json_lines import check_log_format
 
 NAME = "rl-training"
 
@@ -33,6 +34,7 @@ class CommandGroup(TyperGroup):
         self._main_shell_completion({}, NAME)
 
         def invoke() -> None:
+            check_log_format()
             with self.make_context(NAME, words) as context:
                 self.invoke(context)
 

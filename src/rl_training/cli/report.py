@@ -78,7 +78,9 @@ def summarize_run(folder: Path) -> dict[str, Any]:
 
     run = read_run(folder)
     newest = run.rows[-1] if run.rows else {"step": 0}
-    steps, budget = int(check_number(newest, "step")), check_number(run.config, "total_timesteps", "config.yaml")
+    steps = int(check_number(newest, "step"))
+    budget = check_number(run.config, "total_timesteps", "config.yaml")
+    budget = int(budget) if budget.is_integer() else budget
     returns = [check_number(row, EVALUATED) for row in run.rows if EVALUATED in row]
     trained = check_number(newest, TRAINED) if TRAINED in newest else None
     return {
@@ -149,15 +151,19 @@ def compare(
 
 
 def choose_format(kind: str | None, output: str | None) -> str:
-    """The format that was given, or else the one that the file's name says."""
+    """The format that was given, or else the one that the file's name says; the two must agree."""
     from rl_training.tools.tables import KINDS
 
-    if kind is None:
-        end = "" if output is None else Path(output).suffix
-        return next((name for name, suffix in KINDS.items() if suffix == end), "table")
-    if kind not in (known := ("table", *KINDS)):
+    if kind is not None and kind not in (known := ("table", *KINDS)):
         raise UserError(f"--format is {kind!r}; {did_you_mean(kind, known)}")
-    return kind
+    end = "" if output is None else Path(output).suffix
+    said = {"": kind or "table", ".txt": "table", **{suffix: name for name, suffix in KINDS.items()}}.get(end)
+    if said is None and kind is None:
+        every = ", ".join(KINDS.values())
+        raise UserError(f"--output is {output!r}; it must end in {every} or .txt (the tables of the screen).")
+    if None not in (said, kind) and said != kind:
+        raise UserError(f"--format is {kind}, but --output {output} is the name of a {said} file; leave one out.")
+    return kind or str(said)
 
 
 def report(

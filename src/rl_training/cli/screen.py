@@ -63,7 +63,7 @@ def run_to_exit_code(action: Callable[[], Any], *, debug: bool = False) -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except (KeyboardInterrupt, typer.Abort, errors.Terminated) as stop:
-        typer.echo("\nstopped at once.", err=True)
+        tell("stopped at once." if wants_json() else "\nstopped at once.")
         return BY_SIGNAL + signal.SIGTERM if isinstance(stop, errors.Terminated) else STOPPED
     except BrokenPipeError as error:
         if not _stdout_is_gone():
@@ -223,6 +223,13 @@ def drawing_shown(directory: str | None) -> Iterator[Callable[[int, int], None] 
         yield watch
 
 
+def ending(result: TrainResult) -> str:
+    """The event of a run's end: `finished`, or `stopped` by a signal or a callback."""
+    from rl_training.run.folder import COMPLETE
+
+    return "finished" if result.metrics["stop_reason"] in COMPLETE else "stopped"
+
+
 def describe_return(metrics: dict[str, Any]) -> str:
     """The return of the evaluation or, without one, of the training episodes."""
     if "eval_return_mean" in metrics:
@@ -237,9 +244,10 @@ def describe_return(metrics: dict[str, Any]) -> str:
 def print_run(
     console: Console, result: TrainResult, title: str, names: str = "", *, trained: int | None = None
 ) -> None:
-    """The summary of one run and the commands to run next; `names` is from `repeat_names`."""
+    """The summary of one run and the commands to run next; `names` are the `named_options` of its config."""
     if wants_json():
-        typer.echo(json_line("finished", run=result.run_dir, checkpoint=result.checkpoint_path, metrics=result.metrics))
+        facts = {"run": result.run_dir, "checkpoint": result.checkpoint_path, "metrics": result.metrics}
+        typer.echo(json_line(ending(result), **facts))
         return
     from rl_training.record.logger import format_duration  # here because it imports numpy
 
@@ -264,13 +272,6 @@ def print_run(
     console.print("\nnext")
     console.print(f"  rl-training eval {given} --num-episodes 20", soft_wrap=True)
     console.print(f"  {resume_command(join_ranks().count)} {given} {larger_budget(metrics)}".rstrip(), soft_wrap=True)
-
-
-def repeat_names(env: str | None, modules: Iterable[str] | None, networks: Iterable[str] = ()) -> str:
-    """The `--env` and `--import` that the next command needs, because a file alone never calls a user's function."""
-    named = "" if env is None else f" --env {shlex.quote(env)}"
-    names = dict.fromkeys([*(modules or ()), *(network.partition(":")[0] for network in networks)])
-    return named + "".join(f" --import {shlex.quote(name)}" for name in names)
 
 
 def larger_budget(metrics: dict[str, Any]) -> str:
@@ -328,7 +329,7 @@ def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -
     """One row per seed, then the mean over the seeds whose runs are finished, with its interval."""
     if wants_json():
         for seed, result in runs:
-            typer.echo(json_line("finished", seed=seed, run=result.run_dir, metrics=result.metrics))
+            typer.echo(json_line(ending(result), seed=seed, run=result.run_dir, metrics=result.metrics))
         return
     from rl_training.run.folder import COMPLETE
 

@@ -79,7 +79,7 @@ def train(
     with grid.hint(settings or []):
         built = build(settings)
     if every is None:
-        run_one(built, modules, continues)
+        run_one(built, continues)
         return
     changes = [{"seed": one, "name": built.name and f"{built.name}-s{one}"} for one in every]
     run_seeds([built.model_copy(update=change) for change in changes], processes, modules, continues)
@@ -95,15 +95,13 @@ def read_seeds(text: str) -> list[int]:
     return seeds
 
 
-def run_one(config: TrainConfig, modules: list[str] | None, continues: bool) -> None:
+def run_one(config: TrainConfig, continues: bool) -> None:
     """Run the config and print the result."""
     from rl_training.run import workflows
 
     result = workflows.train(config, console=True, raise_on_signal=False, continues=continues)
-    named = config.env_id if ":" in config.env_id and config.env_id in config.named else None
-    networks = [name for name in config.callables[1:] if name in config.named]
     title = f"{config.algo} on {config.env_id}"
-    screen.print_run(screen.make_console(), result, title, screen.repeat_names(named, modules, networks))
+    screen.print_run(screen.make_console(), result, title, config.named_options)
     screen.exit_after_signal(result)
 
 

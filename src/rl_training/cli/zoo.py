@@ -13,7 +13,6 @@ from rich.table import Column, Table
 
 from rl_training.cli import options, screen
 from rl_training.cli.options import Text, option
-from rl_training.errors import counted
 
 app = typer.Typer(rich_markup_mode="rich")
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A policy of the zoo, such as ppo/halfcheetah_gpu.")]
@@ -93,6 +92,6 @@ def enjoy(
             render=record_video is None, record_video_dir=record_video, watch=watch,
         )  # fmt: skip
     screen.print_facts(screen.make_console(), [
-        ("return", f"{screen.describe_return(metrics)} in {counted(episodes, 'episode')}"),
+        ("return", screen.describe_return(metrics)),
         ("videos", "" if record_video is None else screen.quote(Path(record_video))),
     ])  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Algorithm, Array, Carry, defines_explore
+from rl_training.algorithms.base import Algorithm, Array, Carry, defines_explore, overrides
 from rl_training.data.store import Experience, ExperienceLayout, Request, Timed, untimed
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Step, Stepper, StepTold
@@ -61,7 +61,8 @@ class Behaviour:
     @cached_property
     def numpy_policy(self) -> NumpyPolicy | None:
         """The learner's policy in numpy, if it has one that explores as the learner does."""
-        return None if defines_explore(type(self.algorithm)) else self.algorithm.numpy_policy()
+        own = overrides(type(self.algorithm), "act") or defines_explore(type(self.algorithm))
+        return None if own else self.algorithm.numpy_policy()
 
     @cached_property
     def numpy_memory(self) -> NumpyMemory | None:

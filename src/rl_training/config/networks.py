@@ -247,7 +247,7 @@ def build_on_ensemble(learner: type[ModelLearner], params: Any, spaces: EnvSpace
     policy_model = make_network(MLPSACModel, params, spaces)
     dynamics_model = MLPMOPOEnsembleModel(
         obs_dim=spaces.obs_dim, action_dim=spaces.action_dim, hidden_sizes=params.model_hidden_sizes,
-        num_ensembles=params.num_ensembles,
+        num_ensembles=params.num_ensembles, logvar_units=params.logvar_units,
     )  # fmt: skip
     arguments = params.arguments_of(learner)
     arguments.pop("learning_rate")  # the same as policy_learning_rate

@@ -37,6 +37,7 @@ from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.probe import play_at_random
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure, UserError
+from rl_training.models.mlp_mopo import LogvarUnits
 from rl_training.validation import StrictModel
 
 EPISODES, STEPS = 10, 5_000  # limits of random play
@@ -594,20 +595,26 @@ class ModelParams(CriticWidths, TemperatureParams):
         None, ge=1, description="Members with the smallest held-out error, used for rollouts; null: all but two."
     )
     model_batch_size: int = Field(256, ge=1, le=10**6, description="Rows per gradient step of each member.")
-    model_updates: int = Field(
-        2_000, ge=1, description="Maximum gradient steps per fit; the held-out error usually stops it earlier."
-    )
+    logvar_units: LogvarUnits = Field(
+        "environment", description="Units of the bounds of the model's log-variances, which begin at -10 and 0.5: the "
+        "environment's, as published, or those of standardized targets.",
+    )  # fmt: skip
+    model_updates: int | None = Field(
+        2_000, ge=1, description="Maximum gradient steps per fit; the held-out error usually stops it earlier. null: "
+        "it alone does, as published.",
+    )  # fmt: skip
     rollout_batch_size: int = Field(10_000, ge=1, le=10**7, description="Real states from which rollouts start.")
     rollout_horizon: float = Field(1.0, ge=1, le=1_000, description="Steps per rollout, rounded down.")
     rollout_refresh_interval: int = Field(
         1_000, ge=1, description="Policy updates between rounds of rollouts, checked once per training turn."
     )
-    synthetic_buffer_capacity: int = Field(
-        100_000, ge=1, le=10**9, description="Imagined transitions kept, at least one round; the oldest are dropped."
-    )
+    synthetic_buffer_capacity: int | None = Field(
+        100_000, ge=1, le=10**9, description="Imagined transitions kept, at least one round; the oldest are dropped. "
+        "null: as many as synthetic_rounds have at the longest rollout_horizon.",
+    )  # fmt: skip
     synthetic_rounds: int | None = Field(
-        None, ge=1, description="Draw imagined rows only from as many as this many rounds have at the current "
-        "rollout_horizon, the newest; null: from all that are kept.",
+        None, ge=1, description="Keep only as many of the newest imagined rows as this many rounds have at the current "
+        "rollout_horizon; null: as many as fit.",
     )  # fmt: skip
     synthetic_batch_ratio: float = Field(0.95, ge=0, le=1, description="Share of every policy batch that is imagined.")
 
@@ -619,16 +626,31 @@ class ModelParams(CriticWidths, TemperatureParams):
         return inherited._replace(members=self.num_ensembles, store_numbers=numbers, fits_every=math.inf)
 
     def check_new_run(self) -> None:
-        """Refuse a buffer of imagined transitions that is too small for one round of rollouts."""
+        """Refuse a buffer of imagined transitions that is too small for one round of rollouts, or for those to keep."""
         super().check_new_run()  # type: ignore[misc]  # of the Params that this is a part of
         assert isinstance(self, Params)
-        horizon = int(self.largest("rollout_horizon"))
-        if self.synthetic_batch_ratio and self.synthetic_buffer_capacity < self.rollout_batch_size * horizon:
+        capacity, rounds = self.synthetic_buffer_capacity, self.synthetic_rounds
+        if not self.synthetic_batch_ratio:
+            return
+        if capacity is None and rounds is None:
             raise UserError(
-                f"algo_kwargs: synthetic_buffer_capacity is {self.synthetic_buffer_capacity}; it must be at least "
-                f"rollout_batch_size times the longest rollout_horizon ({self.rollout_batch_size} x {horizon}), "
-                "or it keeps only the ends of rollouts."
+                "algo_kwargs: synthetic_buffer_capacity is null, which means as many as synthetic_rounds have; give "
+                "one of the two."
             )
+        if capacity is not None and capacity < self.rows_of(rounds or 1):
+            sizes = f"{self.rollout_batch_size} x {int(self.largest('rollout_horizon'))}"
+            what, so = "rollout_batch_size times the longest rollout_horizon", "or it keeps only the ends of rollouts"
+            if rounds is not None:
+                what, sizes = f"synthetic_rounds times {what}", f"{rounds} x {sizes}"
+                so = "or null, which is that"
+            raise UserError(
+                f"algo_kwargs: synthetic_buffer_capacity is {capacity}; it must be at least {what} ({sizes}), {so}."
+            )
+
+    def rows_of(self, rounds: int) -> int:
+        """The imagined transitions of that many rounds, at the longest horizon."""
+        assert isinstance(self, Params)
+        return rounds * self.rollout_batch_size * int(self.largest("rollout_horizon"))
 
 
 class SequenceParams(BufferParams, Params):

@@ -86,7 +86,8 @@ def put_settings(spec: AlgorithmSpec, data: dict[str, Any], settings: Mapping[st
     known, fields = parameter_names(spec.params), TrainConfig.model_fields
     for name in settings:
         if name not in fields and name not in known:
-            raise UserError(f"{spec.class_name} has no setting {name!r}; {nearest_setting(name, spec.name)}")
+            hint = nearest_setting(name, spec.name, settings[name])
+            raise UserError(f"{spec.class_name} has no setting {name!r}; {hint}")
         if callable(settings[name]) and f"{name}{SCHEDULE}" in known:
             what = f"{name}{SCHEDULE}, a function of the progress from 0 to 1 ({REVERSED})"
             raise UserError(f"{name} is a function; give it as {what}.")
@@ -123,10 +124,10 @@ def full_path(name: str, algo: Any = None) -> str | None:
     return paths.get(near_name(name, paths, likeness=0.8) or "")
 
 
-def nearest_setting(name: str, algo: str) -> str:
+def nearest_setting(name: str, algo: str, value: Any = None) -> str:
     """The end of a sentence about an unknown setting: the most similar name, its full path, or where to find all."""
     known = [*hyper_parameters(algo), *TrainConfig.model_fields]
-    if (ours := translate(name, known)) is not None:
+    if (ours := translate(name, known, value)) is not None:
         return ours
     if (number := name.removesuffix(SCHEDULE)) != name and number in known:
         return f"{number} cannot be scheduled."

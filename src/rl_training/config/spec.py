@@ -22,6 +22,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError, did_you_mean, kind_and_line
 
 ENTRY_POINT_GROUP = "rl_training.algorithms"
+FAMILIAR = ("ppo", "dqn", "sac")  # named when another algorithm does not fit; PPO supports every kind
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,20 @@ class AlgorithmSpec:
         budget = self.defaults.get("total_timesteps", 100_000)
         object.__setattr__(self, "defaults", {**self.defaults, "total_timesteps": budget})
 
+    def _kinds(self, spaces: EnvSpaces) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+        """The kind of the actions and of the observations, what it is a kind of, and the kinds that are supported."""
+        actions = spaces.action_kind, "actions", self.action_kinds
+        return actions, (spaces.obs_kind, "observations", self.observation_kinds)
+
     def check_support(self, spaces: EnvSpaces, *, learns: bool = True) -> None:
         """Raise a UserError if this algorithm does not support the environment, or cannot learn in it."""
-        actions = spaces.action_kind, "actions", self.action_kinds
-        for kind, what, supported in (actions, (spaces.obs_kind, "observations", self.observation_kinds)):
+        for kind, what, supported in self._kinds(spaces):
             if kind not in supported:
                 shown = f"{kind} {what} (images in a Dict or Tuple)" if kind == "mixed" else f"{kind} {what}"
                 refused = f"{self.name} does not support the {shown} of {spaces.env_id}"
-                raise UserError(f"{refused}; it supports {', '.join(supported)}.")
+                others = [(name, own_specs()[name]._kinds(spaces)) for name in FAMILIAR]
+                fitting = [name for name, kinds in others if all(one in all_of for one, _, all_of in kinds)]
+                raise UserError(f"{refused}; it supports {', '.join(supported)}; these fit: {', '.join(fitting)}.")
         if learns and spaces.normalize_rewards and not self.normalizes_rewards:
             raise UserError(
                 f"{self.name} does not normalize rewards; take normalize_reward out of env_kwargs.wrappers."

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,6 +40,12 @@ class RayResources(StrictModel):
     def needs(self) -> dict[str, float]:
         """By Ray's names."""
         return {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+
+
+def name_again(env: str | None, modules: Iterable[str]) -> str:
+    """The `--env` and `--import` that the next command needs, because a file alone never calls a user's function."""
+    options = [*([] if env is None else [("--env", env)]), *(("--import", name) for name in dict.fromkeys(modules))]
+    return "".join(f" {option} {shlex.quote(name)}" for option, name in options)
 
 
 class TrainConfig(StrictModel):
@@ -117,6 +124,14 @@ class TrainConfig(StrictModel):
     def named(self) -> tuple[str, ...]:
         """Modules, environments and networks that the user named, so they may be called; a file names none."""
         return self.callables if self._named is None else self._named
+
+    @property
+    def named_options(self) -> str:
+        """The `name_again` of a command that continues this run."""
+        own = self.env_id if ":" in self.env_id and self.env_id in self.named else None
+        modules = [name for name in self.named if ":" not in name and name != self.env_id]
+        modules += [name.partition(":")[0] for name in self.callables[1:] if name in self.named]
+        return name_again(own, modules)
 
     @property
     def callables(self) -> tuple[str, ...]:

@@ -19,14 +19,14 @@ from gymnasium import spaces
 
 from rl_training.data.datasets import REQUIRED, TransitionDataset, refuse_too_large
 from rl_training.data.memory import Array
-from rl_training.errors import UserError, did_you_mean, first_line, kind_and_line
+from rl_training.errors import UserError, did_you_mean, first_line, install, kind_and_line
 from rl_training.play import closed_after, play
 from rl_training.safe_files import read_regular
 
 # What each kind needs. Reading a checkpoint takes its config and spaces, which are unknown here.
 NEEDED = {"random": "env_id", "npz": "dataset_path", "minari": "dataset_id"}
 _FOLDER = "MINARI_DATASETS_PATH"
-_MISSING = "Minari data sets need the packages minari and h5py; run: pip install 'rl-training[offline]'."
+_MISSING = f"Minari data sets need the packages minari and h5py; run: {install('offline')}."
 Packaged = files("rl_training").joinpath("assets/datasets")
 
 

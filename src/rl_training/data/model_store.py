@@ -18,7 +18,7 @@ from rl_training.data.memory import ArraySpec, allocate, check_same_layout, fits
 from rl_training.data.recorded_store import describe_origin, find_data_of
 from rl_training.data.replay_store import ReplayStore
 from rl_training.data.store import Experience, Store, StoreContext
-from rl_training.envs.factory import known_termination, never
+from rl_training.envs.outcomes import Outcomes, never
 from rl_training.errors import UserError
 
 CHUNK = 2_048  # states rolled out together, so that the activations of one step stay in the cache
@@ -43,9 +43,10 @@ class SyntheticBuffer:
             arrays = allocate(specs, None, f"a synthetic buffer of {capacity} transitions")
             self._columns = {name: torch.from_numpy(array) for name, array in arrays.items()}
         self.capacity, self._size, self._head = capacity, 0, 0
+        self._kept = 0  # of the `_size` rows that are filled, the newest
 
     def __len__(self) -> int:
-        return self._size
+        return self._kept
 
     def add(self, transitions: Mapping[str, Tensor]) -> None:
         """Store rows [B, ...] under the names of `sample`, with `terminated` for dones; the newest are kept."""
@@ -59,21 +60,25 @@ class SyntheticBuffer:
         for name, column in self._columns.items():
             column.index_copy_(0, places, moved[name])
         self._head = (self._head + count) % self.capacity
-        self._size = min(self._size + count, self.capacity)
+        self._size, self._kept = (min(held + count, self.capacity) for held in (self._size, self._kept))
 
-    def sample(self, batch_size: int, rng: np.random.Generator, newest: int | None = None) -> dict[str, Tensor]:
-        """Rows drawn uniformly with replacement, [batch_size, ...]: from all rows, or the `newest` ones."""
-        if newest is None or newest >= self._size:
-            drawn = rng.integers(0, self._size, batch_size)
-        else:
-            drawn = (self._head - 1 - rng.integers(0, newest, batch_size)) % self.capacity
+    def forget(self, keep: int) -> None:
+        """Drop all rows but the newest `keep`; more that are added later do not bring them back."""
+        self._kept = min(self._kept, keep)
+
+    def sample(self, batch_size: int, rng: np.random.Generator) -> dict[str, Tensor]:
+        """Rows drawn uniformly with replacement, [batch_size, ...]."""
+        drawn = rng.integers(0, self._kept, batch_size)
+        if self._kept < self._size:
+            drawn = (self._head - 1 - drawn) % self.capacity
         rows = torch.from_numpy(drawn).to(self._columns["rewards"].device)
         return {name: column.index_select(0, rows) for name, column in self._columns.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything as arrays; those on the host are views of the filled part."""
         arrays = {name: column[: self._size].cpu().numpy() for name, column in self._columns.items()}
-        return {"layout": self._layout(), "arrays": arrays, "size": self._size, "head": self._head}
+        numbers = {"size": self._size, "head": self._head, "kept": self._kept}
+        return {"layout": self._layout(), "arrays": arrays, **numbers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`, also of a buffer on another device; another layout is refused."""
@@ -81,6 +86,7 @@ class SyntheticBuffer:
         for name, column in self._columns.items():
             column[: len(state["arrays"][name])] = torch.tensor(state["arrays"][name])
         self._size, self._head = int(state["size"]), int(state["head"])
+        self._kept = int(state.get("kept", self._size))
 
     def _layout(self) -> dict[str, Any]:
         return {"capacity": self.capacity, "shapes": [list(column.shape[1:]) for column in self._columns.values()]}
@@ -91,26 +97,29 @@ class ModelStore(Store):
 
     def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
-        self.terminates = known_termination(context.recipe)
+        self.outcomes = Outcomes(context.recipe, context.spaces, context.seed, context.device)
         self.synthetic_batch_size = round(self.params.synthetic_batch_ratio * self.params.batch_size)
         sizes = {"obs_dim": self.spaces.obs_dim, "action_dim": self.spaces.action_dim}
-        self.imagined = SyntheticBuffer(self.params.synthetic_buffer_capacity, **sizes, device=self.device)
+        capacity = self.params.synthetic_buffer_capacity or self.params.rows_of(self.params.synthetic_rounds)
+        self.imagined = SyntheticBuffer(capacity, **sizes, device=self.device)
         self.updates_since_round = 0
         self.rollout_horizon: float = self.params.rollout_horizon
         self._last_result: UpdateResult | None = None
 
     def describe_imagined(self) -> str:
-        """The buffer's size, and how terminations of imagined episodes are determined."""
+        """The buffer's size, and how ends and rewards of imagined steps are determined."""
         where = " on the GPU" if self.imagined.on_gpu else ""
         size = f"{self.imagined.capacity:,} imagined ones: {format_bytes(self.imagined.nbytes)}{where}"
-        return f"{size}, ends {'learned by the model' if self.terminates is None else 'by a known function'}"
+        ends = "learned by the model" if self.outcomes.ends is None else "by a known function"
+        rewards = "" if self.outcomes.rewards is None else ", rewards by a known function"
+        return "\n".join([f"{size}, ends {ends}{rewards}", *(f"warning: {note}" for note in self.outcomes.notes)])
 
     def fit(self, algorithm: MBPO, transitions: Mapping[str, Array]) -> Iterator[tuple[str, Batch]]:
         """Yield model batches [E, B, ...] until the held-out error stops falling.
 
         The learner decides how to fit; this method keeps the metrics.
         """
-        names = [name for name in KEYS if name != "dones"] + (["terminated"] if self.terminates is None else [])
+        names = [name for name in KEYS if name != "dones"] + (["terminated"] if self.outcomes.ends is None else [])
         tensors = {name: torch.from_numpy(transitions[name]).to(self.device, torch.float32) for name in names}
         for batch in algorithm.fit(tensors, self.rng, self.params.model_updates, self.params.model_batch_size):
             yield "model", batch
@@ -131,12 +140,14 @@ class ModelStore(Store):
         """Roll out the current policy through the model from real states [N, O]; a row that terminates is dropped."""
         for obs in states.to(self.device, torch.float32).split(CHUNK if self.device == "cpu" else GPU_CHUNK):
             for _ in range(int(horizon)):
-                step = algorithm.imagine(obs, self.terminates)
+                step = algorithm.imagine(obs, self.outcomes.ends, self.outcomes.rewards)
                 self.imagined.add(step)
                 # counting terminated rows makes the host wait for a GPU
-                obs = step["next_obs"] if self.terminates is never else step["next_obs"][~step["terminated"]]
+                obs = step["next_obs"] if self.outcomes.ends is never else step["next_obs"][~step["terminated"]]
                 if not len(obs):
                     break
+        if self.params.synthetic_rounds is not None:
+            self.imagined.forget(self.params.synthetic_rounds * self.params.rollout_batch_size * int(horizon))
         self.updates_since_round = 0
         self.metrics["synthetic_size"] = float(len(self.imagined))
 
@@ -149,16 +160,15 @@ class ModelStore(Store):
         real = self.draw_real(self.params.batch_size - self.synthetic_batch_size)
         return self.mix(real) if self.synthetic_batch_size else real
 
-    @property
-    def newest(self) -> int | None:
-        """From how many of the newest imagined rows batches are drawn; None for all."""
-        rounds = self.params.synthetic_rounds
-        return None if rounds is None else rounds * self.params.rollout_batch_size * int(self.rollout_horizon)
-
     def mix(self, real: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Real rows first, then imagined ones."""
-        imagined = self.imagined.sample(self.synthetic_batch_size, self.rng, self.newest)
+        imagined = self.imagined.sample(self.synthetic_batch_size, self.rng)
         return {name: torch.cat([real[name], imagined[name].to(self.device)]) for name in KEYS}
+
+    def close(self) -> None:
+        """Remove files, and close the environment that knows ends and rewards."""
+        super().close()
+        self.outcomes.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a store; `replay` includes the imagined transitions."""

@@ -21,7 +21,7 @@ from pydantic import Field
 from rl_training.envs.pool import PoolEnvironment, is_pool
 from rl_training.envs.rendering import drawing_explained, follow_robot, hear_mujoco
 from rl_training.envs.wrappers import Env, WrapperOptions, layers, wrap
-from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
+from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line, install
 from rl_training.validation import StrictModel, validate
 
 # What the user may give as the environment: an id instead of the config's, a callable that makes it, an instance, or
@@ -30,7 +30,6 @@ UserEnv = str | Callable[..., Env] | Env | tuple[str, ...]
 
 NAMELESS = "custom"  # the name of an environment that a lambda makes
 GIVE_ONE = "give a function that makes environments, such as env=lambda: make_mine()"
-Ends = Callable[[Any], Any]  # next observations [B, O], an array or a tensor -> whether the episode ends there [B]
 
 
 class SimulatorSettings(StrictModel):
@@ -212,51 +211,6 @@ def _with_version(env_id: str) -> str:
     return f"{env_id}-v{max(known)}" if known else env_id
 
 
-# Environments whose termination is a known function of the next observation, for rollouts through a learned model
-
-
-def never(obs: Any) -> Any:
-    """No step ends the episode."""
-    return obs[:, 0] != obs[:, 0]
-
-
-def inverted_pendulum(obs: Any) -> Any:
-    """The pole leans more than 0.2 rad."""
-    return ~(abs(obs[:, 1]) <= 0.2)
-
-
-def hopper(obs: Any) -> Any:
-    """The torso is low or leans, or a part of the state has left its range or is NaN."""
-    return ~((obs[:, 0] > 0.7) & (abs(obs[:, 1]) < 0.2) & (abs(obs[:, 1:]) < 100.0).all(-1))
-
-
-def walker2d(obs: Any) -> Any:
-    """The torso is low, high or leans."""
-    return ~((obs[:, 0] > 0.8) & (obs[:, 0] < 2.0) & (abs(obs[:, 1]) < 1.0))
-
-
-def ant(obs: Any) -> Any:
-    """The torso is low or high, or the state is not finite."""
-    return ~((obs[:, 0] >= 0.2) & (obs[:, 0] <= 1.0) & (abs(obs) < float("inf")).all(-1))
-
-
-def mountain_car(obs: Any) -> Any:
-    """The car has reached the flag and does not roll back."""
-    return (obs[:, 0] >= 0.45) & (obs[:, 1] >= 0.0)
-
-
-TERMINATIONS: dict[str, Ends] = {
-    "Pendulum-v1": never, "HalfCheetah-v5": never, "Swimmer-v5": never, "Reacher-v5": never, "Pusher-v5": never,
-    "InvertedPendulum-v5": inverted_pendulum, "Hopper-v5": hopper, "Walker2d-v5": walker2d, "Ant-v5": ant,
-    "MountainCarContinuous-v0": mountain_car,
-}  # fmt: skip
-
-
-def known_termination(recipe: EnvRecipe) -> Ends | None:
-    """The termination function, if it is known and no option or wrapper of the recipe may change it."""
-    return TERMINATIONS.get(recipe.env_id) if recipe.is_plain and not recipe.kwargs else None
-
-
 def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | None = None) -> Env:
     """Make one environment with its wrappers, for training or for evaluation."""
     with drawing_explained():
@@ -352,7 +306,7 @@ def register_on_demand(env_id: str) -> None:
     try:
         importlib.import_module(module)
     except ImportError:
-        raise UserError(f"{env_id} needs the extra {extra!r} (pip install 'rl-training[{extra}]').") from None
+        raise UserError(f"{env_id} needs the extra {extra!r} ({install(extra)}).") from None
 
 
 def check_module(field: str, value: str, argument: str | None = None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rl_training.envs.device import DeviceEnvironment, space_of
 from rl_training.envs.rendering import hear_mujoco
-from rl_training.errors import UserError
+from rl_training.errors import UserError, install
 
 State = dict[str, Tensor]
 INTEGRATED = ("qpos", "qvel", "qacc_warmstart")  # what a step reads, next to the controls
@@ -164,7 +164,7 @@ def import_warp() -> tuple[Any, Any]:
         import warp
     except ImportError:
         why = "physics for vectorization 'device' on a GPU is MuJoCo Warp, which is not installed"
-        raise UserError(f"{why}: pip install 'rl-training[warp]'.") from None
+        raise UserError(f"{why}: {install('warp')}.") from None
     settings: Any = warp.config
     settings.quiet = True
     return mujoco_warp, warp

@@ -14,7 +14,7 @@ from gymnasium import spaces as gs
 
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.envs.stepper import Engine, Step
-from rl_training.errors import UserError, did_you_mean
+from rl_training.errors import UserError, did_you_mean, install
 
 PREFIX = "envpool:"
 DECIDED = ("num_envs", "batch_size", "seed", "env_type", "render_mode")  # arguments of a pool that a run gives
@@ -40,7 +40,7 @@ def open_pool(env_id: str, options: Mapping[str, Any], **decided: Any) -> Any:
     try:
         import envpool
     except ImportError:
-        how = "pip install 'rl-training[envpool]', with Python 3.11 or newer"
+        how = f"{install('envpool')}, with Python 3.11 or newer"
         raise UserError(f"env_id {env_id!r} needs the extra 'envpool' ({how}).") from None
     if name not in (known := envpool.list_all_envs()):
         raise UserError(f"env_id {env_id!r} is not in EnvPool; {did_you_mean(name, known)}")

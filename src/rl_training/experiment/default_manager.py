@@ -23,7 +23,9 @@ class Experiment:
     config: TrainConfig
     env: UserEnv | None = None
 
-    def train(self, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None) -> TrainResult:
+    def train(
+        self, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | Callback | None = None
+    ) -> TrainResult:
         """Start a new run."""
         return train(self.config, env=self.env, run_suffix=run_suffix, callbacks=callbacks)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rl_training.models.blocks import MLPEnsemble
 
+LogvarUnits = Literal["environment", "standardized"]
 LAYER_DECAYS = (2.5e-5, 5e-5, 7.5e-5, 7.5e-5, 1e-4)  # L2 from the first layer to the last, in the published code
 BOUNDS_WEIGHT = 0.01  # how hard the loss pulls the two bounds of the log-variance together
 
@@ -28,15 +29,17 @@ class MLPMOPOEnsembleModel(nn.Module):
     """p(r, s' - s | s, a) by E members, each a Gaussian with its own variance (Chua et al. 2018, Janner et al. 2019).
 
     Inputs and outputs are in the environment's own units: both are standardized inside, with statistics that are
-    buffers and changed only by `standardize`. The log-variance is softly held between bounds that are learned. One more
+    buffers and changed only by `standardize`. The log-variance is softly held between bounds that are learned. They
+    start at -10 and 0.5: in the environment's units as in the published code, or of standardized targets. One more
     output is the logit of termination, which learns if batches have `terminated`.
     """
 
     def __init__(
         self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (200, 200, 200, 200),
-        num_ensembles: int = 7, activation: str = "silu",
+        num_ensembles: int = 7, activation: str = "silu", logvar_units: LogvarUnits = "environment",
     ) -> None:  # fmt: skip
         super().__init__()
+        self.logvar_units = logvar_units
         self.obs_dim, self.num_ensembles, self.targets = obs_dim, num_ensembles, 1 + obs_dim
         self.members = MLPEnsemble(
             num_members=num_ensembles, inputs=obs_dim + action_dim, hidden_sizes=hidden_sizes,
@@ -60,11 +63,13 @@ class MLPMOPOEnsembleModel(nn.Module):
         inputs = (torch.cat([obs, actions], -1) - self.input_mean) / self.input_std
         means, logvars, logits = self.members.run(inputs, subset).split([self.targets, self.targets, 1], -1)
         means = torch.addcmul(self.target_mean, means, self.target_std)
-        logvars = self.bound(logvars) + 2.0 * self.target_std.log()
+        to_units = 2.0 * self.target_std.log()
+        raw = self.logvar_units == "environment"
+        logvars = self.bound(logvars + to_units) if raw else self.bound(logvars) + to_units
         return Prediction(means, logvars, logits.squeeze(-1))
 
     def bound(self, logvars: Tensor) -> Tensor:
-        """Log-variances of standardized targets, softly between `min_logvar` and `max_logvar`."""
+        """Log-variances in the `logvar_units`, softly between `min_logvar` and `max_logvar`."""
         logvars = self.max_logvar - F.softplus(self.max_logvar - logvars)
         return self.min_logvar + F.softplus(logvars - self.min_logvar)
 

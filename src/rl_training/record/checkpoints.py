@@ -206,14 +206,34 @@ def _check_ends(path: Path, file: BinaryIO, size: int) -> None:
         unsafe = "a PyTorch or pickle file, which could run code and is not opened"
         what = unsafe if head[0] in b"\x80P" else "another format"
         raise UserError(f"{path} is not an rl-training checkpoint ({what}); give a .ckpt file that a run wrote.")
-    file.seek(max(0, size - len(_END_MAGIC)))
-    if size < _HEADER.size + _TRAILER.size or file.read(len(_END_MAGIC)) != _END_MAGIC:
+    if not _is_whole(file, size):
         raise _damaged(path, "its end is missing, it was cut short")
     file.seek(0)
 
 
+def _is_whole(file: BinaryIO, size: int) -> bool:
+    """Whether a file has the end that a checkpoint has, and is long enough for one."""
+    file.seek(max(0, size - len(_END_MAGIC)))
+    return size >= _HEADER.size + _TRAILER.size and file.read(len(_END_MAGIC)) == _END_MAGIC
+
+
 def _damaged(path: str | Path, reason: str) -> UserError:
-    return UserError(f"{path} is damaged ({reason}); use another checkpoint of the run.")
+    older = _newest_other(Path(path))
+    advice = "use another checkpoint of the run" if older is None else f"the newest other one there is {older.name}"
+    if older is not None and Path(path).name == "latest.ckpt":
+        advice += ", which resume takes, or train --continue if you copy it over this one"
+    return UserError(f"{path} is damaged ({reason}); {advice}.")
+
+
+def _newest_other(path: Path) -> Path | None:
+    """The newest checkpoint next to this one whose header and end are whole; its contents are not read."""
+    found: list[tuple[int, Path]] = []
+    for other in path.parent.glob("*.ckpt") if path.parent.name == "checkpoints" else ():
+        with contextlib.suppress(OSError), open_regular(other) as file:
+            status = os.fstat(file.fileno())
+            if other != path and _is_whole(file, status.st_size):
+                found.append((status.st_mtime_ns, other))
+    return max(found)[1] if found else None
 
 
 class _Reader:

@@ -8,10 +8,20 @@ import os
 from datetime import datetime, timezone
 from typing import Any
 
+from rl_training.errors import UserError
+
+VARIABLE = "RL_TRAINING_LOG"
+
 
 def wants_json() -> bool:
     """Whether the environment variable asks for it."""
-    return os.environ.get("RL_TRAINING_LOG", "").lower() == "json"
+    return os.environ.get(VARIABLE, "").lower() == "json"
+
+
+def check_log_format() -> None:
+    """Refuse a value of the environment variable that means nothing."""
+    if (value := os.environ.get(VARIABLE, "")).lower() not in ("", "text", "json"):
+        raise UserError(f"{VARIABLE} is {value!r}; it must be json or text.")
 
 
 def json_line(event: str, **facts: Any) -> str:

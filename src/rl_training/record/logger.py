@@ -56,7 +56,7 @@ class RunLogger:
         self._json = wants_json()
         self._live = self._stream is not None and self._stream.isatty() and not dumb and not self._json
         self._line: Progress | None = None
-        self._doing = ""
+        self._doing, self._shown = "", -1  # the step of the progress line
         self._total, self._due = total_steps, -math.inf if self._stream else math.inf
         self._warned: set[str] = set()
         self._rows = Appender(self.path, self._warn, fresh=not append)
@@ -105,12 +105,16 @@ class RunLogger:
 
     def progress(
         self, step: int, steps_per_second: float, seconds_left: float, return_mean: float | None,
-        losses: Mapping[str, Any] | None = None, doing: str = "",
+        losses: Mapping[str, Any] | None = None, doing: str = "", *, last: bool = False,
     ) -> None:  # fmt: skip
-        """Redraw the live line of a terminal, at most 4 times a second, or print a plain line every 5 seconds."""
+        """Redraw the live line of a terminal, at most 4 times a second, or print a plain line every 5 seconds.
+
+        The `last` one of a run is always shown, unless the line before it says the same.
+        """
         now = self._clock()
-        if now < self._due or self._stream is None:
+        if self._stream is None or (step == self._shown and not self._doing if last else now < self._due):
             return
+        self._shown = step
         self._due, self._doing = now + (_LIVE_SECONDS if self._live else _PLAIN_SECONDS), doing
         if self._json:
             facts: dict[str, Any] = {"step": step, "total": self._total, "steps_per_second": steps_per_second}

@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from rl_training.algorithms.base import Algorithm, defines_explore
+from rl_training.algorithms.base import Algorithm, defines_explore, overrides
 from rl_training.algorithms.reward_scale import RunningReturns
 from rl_training.collect.device import DeviceCollector, DeviceStepCollector, SimulatorCollector
 from rl_training.collect.local import Behaviour, Collector, LocalCollector
@@ -35,7 +35,7 @@ from rl_training.envs.probe import HIDDEN, probe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Engine, Stepper
 from rl_training.envs.workers import pickle_registrations
-from rl_training.errors import UserError
+from rl_training.errors import UserError, install
 from rl_training.run import evaluation
 from rl_training.run.learner import build_algorithm, check_same_spaces, count_numbers
 from rl_training.run.ranks import Ranks
@@ -173,6 +173,10 @@ def resolve_plan(plan: Plan) -> Plan:
         raise UserError("replay_memory is 'device', but device is 'cpu'; there it must be auto or host.")
     local_rank = ranks.local_rank if ranks.count > 1 else None
     config = resolve(asked.model_copy(update={"device": device}), params, plan.recipe, plan.spaces, local_rank)
+    samples = config.vectorization == "device" and plan.spec.lane == "rollout"
+    if samples and overrides(plan.spec.learner, "act") and not overrides(plan.spec.learner, "sample"):
+        what = f"{plan.spec.name} defines act, but with vectorization 'device' rollouts call sample"
+        raise UserError(f"{what}; define sample(obs, noise) too, or set vectorization to sync.")
     notes = [why] if why else []
     if copied := stays_on_host(config, plan.spec, params, plan.recipe):
         notes.append(f"every transition is copied from the device to the host: {copied}")
@@ -332,7 +336,7 @@ def check_settings(config: TrainConfig, spec: AlgorithmSpec, params: Params, rec
         raise UserError(f"{spec.name} defines explore, which only learners from replay may; override act instead.")
     for name in config.loggers:  # one that fails later does not end a run
         if name != "tensorboard" and find_spec(name) is None:  # tensorboard is always installed
-            raise UserError(f"loggers names {name!r}, which is not installed: pip install 'rl-training[{name}]'.")
+            raise UserError(f"loggers names {name!r}, which is not installed: {install(name)}.")
     backend, most = config.execution_backend, config.max_policy_lag
     if not config.has_workers:
         if params.ladder:
@@ -341,7 +345,7 @@ def check_settings(config: TrainConfig, spec: AlgorithmSpec, params: Params, rec
     if not spec.steps_environments:
         raise UserError(f"execution_backend is {backend!r}, but {spec.name} steps no environments; use local_sync.")
     if backend == "ray" and find_spec("ray") is None:
-        raise UserError("execution_backend is 'ray', which needs Ray: pip install 'rl-training[distributed]'.")
+        raise UserError(f"execution_backend is 'ray', which needs Ray: {install('distributed')}.")
     if most is not None and params.lag is not None and params.lag > most:
         dropped = f"with policy_lag {params.lag} all experience would be dropped"
         raise UserError(f"max_policy_lag is {most}; {dropped}, so it must be at least {params.lag}.")

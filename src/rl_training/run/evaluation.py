@@ -35,7 +35,7 @@ from rl_training.envs.rendering import drawing_explained, without_screen
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Engine, episode_seed
 from rl_training.envs.wrappers import Env
-from rl_training.errors import EnvironmentFailure, UserError
+from rl_training.errors import EnvironmentFailure, UserError, install
 from rl_training.play import closed_after, play, read_success
 from rl_training.run import learner
 from rl_training.safe_files import output_written, refuse_link
@@ -47,7 +47,7 @@ EVALUATION_STREAM, RECORDING_STREAM = 2**31, 2**31 + 1  # environment indices th
 MOST_SIDE_BY_SIDE = 20
 MOST_STEPS = 10_000  # for environments without a limit
 Watch = Callable[[int, int], None]  # called after every step with the episode and its length so far
-NEEDS = "needs the extra 'video' (pip install 'rl-training[video]')"
+NEEDS = f"needs the extra 'video' ({install('video')})"
 
 
 @dataclass(frozen=True)

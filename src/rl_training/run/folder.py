@@ -71,6 +71,15 @@ def run_dir_of(checkpoint: Path) -> Path | None:
     return None
 
 
+def home_of(checkpoint: Path) -> str:
+    """The `output_dir` of a run that continues from a checkpoint: next to its own run, or the default.
+
+    A checkpoint does not decide where its run writes.
+    """
+    begun_in = run_dir_of(checkpoint)
+    return TrainConfig.model_fields["output_dir"].default if begun_in is None else str(begun_in.parent)
+
+
 def is_newest(checkpoint: Path, run_dir: Path) -> bool:
     """Whether a checkpoint has the contents of the run's `latest.ckpt`, under any name, or there is no latest."""
     latest = run_dir / "checkpoints" / "latest.ckpt"

@@ -132,7 +132,8 @@ def save_on_failure(run: Run) -> Iterator[None]:
                 run.logger.message(f"warning: step {run.step} could not be saved: {failure}")
         if run.saved is not None and run.saved[0]:
             latest = run.checkpoints.latest
-            note = f"step {run.saved[0]:,.0f} is saved: {resume_command(run.ranks.count)} --checkpoint {latest}"
+            command = f"{resume_command(run.ranks.count)} --checkpoint {latest}{run.config.named_options}"
+            note = f"step {run.saved[0]:,.0f} is saved: {command}"
             run.logger.message(note)
             if isinstance(error, Exception) and hasattr(error, "add_note"):
                 error.add_note(note)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rl_training.algorithms.base import Algorithm, Array, Carry
+from rl_training.algorithms.base import Algorithm, Array, Carry, overrides
 from rl_training.config.choices import choose_threads
 from rl_training.config.networks import give_network, network_of
 from rl_training.config.params import Params, read_params
@@ -296,7 +296,8 @@ class ActingSession:
 
         # not a method: a reference cycle would keep the session's graphs until garbage collection
         self._step = HostStep(decide, algorithm.numbers, self.generator, algorithm.device)
-        self._numpy_policy, self._numpy_memory = algorithm.numpy_policy(), algorithm.numpy_memory()
+        self._numpy_policy = None if overrides(type(algorithm), "act") else algorithm.numpy_policy()
+        self._numpy_memory = algorithm.numpy_memory()
         self._lock = acting_lock(algorithm)
         self.forget()
 

@@ -346,13 +346,13 @@ class Recorder:
         self.logger.log(self.state.step, {**metrics, "eval_returns": returns}, kind="eval", last=last)
         self.evaluated_step = self.state.step
 
-    def show_progress(self, *, evaluates: bool = False) -> None:
-        """Show the progress line, if it is due."""
+    def show_progress(self, *, evaluates: bool = False, last: bool = False) -> None:
+        """Show the progress line if it is due, or in any case if it is the `last` of the run."""
         clock = self.cadence.clock
-        if not self.logger.progress_due or (clock.has_restarted and not evaluates):
+        if not (last or self.logger.progress_due) or (clock.has_restarted and not evaluates):
             return  # after a restart no speed is known yet; the next turn shows it
         collected = self.session.collector.metrics(last=True)
         mean = (self.progress_metrics() | collected).get("episode_return_mean")
         losses = {name: value for name, value in read_metrics(self.state.latest).items() if name.endswith("loss")}
         doing = "evaluating" if evaluates else "not learning yet" if clock.before_learning else ""
-        self.logger.progress(self.state.step, *self.cadence.pace(), mean, losses, doing)
+        self.logger.progress(self.state.step, *self.cadence.pace(), mean, losses, doing, last=last)

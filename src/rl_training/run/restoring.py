@@ -248,7 +248,7 @@ def find_run(config: TrainConfig) -> FoundRun | None:
         return None
     if not (run_dir / ASKED_FILE).is_file():
         unknown = f"{run_dir} has no {ASKED_FILE}, so --continue cannot compare its config with this one"
-        raise UserError(f"{unknown}; rl-training resume --checkpoint {run_dir} continues it.")
+        raise UserError(f"{unknown}; rl-training resume --checkpoint {run_dir}{config.named_options} continues it.")
     asked, wanted = flatten(load_config(run_dir / ASKED_FILE)), flatten(config)
     changed = set(changed_keys(asked, wanted)) - {"name", "output_dir"}
     if refused := sorted(changed - FREE_KEYS):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import signal
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from rl_training.algorithms.base import UpdateResult, read_metrics
 from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.stepper import Episode, Step
-from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError, did_you_mean
+from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError, did_you_mean, sb3_hints
 from rl_training.record.checkpoints import CheckpointFolder
 from rl_training.run.build import Session, describe_machine
 from rl_training.run.evaluation import EvaluationResult, Evaluator
@@ -40,6 +41,10 @@ class Callback:
     `predict`, and `log`, `save_checkpoint` and `evaluate_in` to call.
     """
 
+    def __getattr__(self, name: str) -> NoReturn:
+        hint = f"; {remark}" if (remark := sb3_hints()["remarks"].get(name)) else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+
     def on_start(self, run: Run) -> bool | None:
         """Called before the first step."""
 
@@ -60,13 +65,21 @@ class Callback:
         """Called after the last step."""
 
 
-def read_callbacks(callbacks: Iterable[Callback] | None) -> list[Callback]:
-    """Check the callbacks; each must have at least one method to call."""
-    if callbacks is not None and not isinstance(callbacks, Iterable):
-        raise UserError(f"callbacks is a {type(callbacks).__name__}; it must be a list of callbacks.")
-    told = list(callbacks or ())
+def read_callbacks(callbacks: Iterable[Callback] | Callback | None) -> list[Callback]:
+    """The callbacks as a list, checked: each must have at least one method to call. One alone may be given as it is."""
+    told = list(callbacks) if isinstance(callbacks, Iterable) else [] if callbacks is None else [callbacks]
     events = [name for name in vars(Callback) if name.startswith("on_")]
     for callback in told:
+        if isinstance(callback, type):
+            name = callback.__name__
+            raise UserError(f"callbacks has the class {name}; give an object of it, which {name}() makes.")
+        if inspect.isroutine(callback):
+            what = f"callbacks has the function {callback.__name__}"
+            raise UserError(f"{what}; give an object of a class with a method such as on_update(self, run).")
+        if theirs := [name for name in dir(callback) if name.startswith("_on_") and name in sb3_hints()["names"]]:
+            (ours,) = sb3_hints()["names"][theirs[0]]
+            form = f"{ours}({', '.join(inspect.signature(getattr(Callback, ours)).parameters)})"
+            raise UserError(f"the callback {type(callback).__name__} has {theirs[0]}, which is {form} here.")
         if not any(callable(getattr(callback, name, None)) for name in events):
             raise UserError(f"{callback!r} is not a callback; it needs one of the methods {', '.join(events)}.")
     return told
@@ -462,6 +475,8 @@ class Run:
         self._tell("on_end")
         if self.state.logged != logged:
             self.log_row(last=True)
+        if self.shows_progress:
+            self.recorder.show_progress(last=True)
         return {
             "global_step": self.step,
             **self.recorder.progress_metrics(),

@@ -18,10 +18,20 @@ from rl_training.config.train_config import TrainConfig, load_config
 from rl_training.envs.factory import UserEnv, read_env, read_recipe
 from rl_training.envs.probe import probe_spaces
 from rl_training.errors import UserError, counted
+from rl_training.record.json_lines import check_log_format
 from rl_training.run import learner
 from rl_training.run.build import Session, closed_on_error, open_session
 from rl_training.run.evaluation import Evaluator, Watch
-from rl_training.run.folder import branch_run_dir, end_written, is_newest, locked, make_run_dir, read_end, run_dir_of
+from rl_training.run.folder import (
+    branch_run_dir,
+    end_written,
+    home_of,
+    is_newest,
+    locked,
+    make_run_dir,
+    read_end,
+    run_dir_of,
+)
 from rl_training.run.interruption import abandon_turn_on_signal, save_on_failure, stop_error, stop_on_signals
 from rl_training.run.loop import RunState, run_loop, summarize_episodes
 from rl_training.run.ranks import join_ranks
@@ -53,7 +63,7 @@ class TrainResult:
 @torch_settings_restored()
 @keys_located()
 def train(
-    config: AnyConfig, *, env: UserEnv | None = None, callbacks: Iterable[Callback] | None = None,
+    config: AnyConfig, *, env: UserEnv | None = None, callbacks: Iterable[Callback] | Callback | None = None,
     run_suffix: str | None = None, console: bool | None = None, raise_on_signal: bool = True, continues: bool = False,
 ) -> TrainResult:  # fmt: skip
     """Train a new run; `config` is a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`.
@@ -62,6 +72,7 @@ def train(
     143; with `raise_on_signal=False` it returns the result instead. With `continues`, the run of that name is resumed
     if it has a checkpoint, and its result is returned at once if it is done.
     """
+    check_log_format()
     told, env = read_callbacks(callbacks), read_env(env)
     ranks, config = join_ranks(), read_config(config, env)
     found = ranks.first(lambda: find_run(config)) if continues else None
@@ -93,7 +104,7 @@ class TrainFunction(Protocol):
     """The type of every `train_<name>`: `train`, for a config of that algorithm."""
 
     def __call__(
-        self, config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
+        self, config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | Callback | None = None
     ) -> TrainResult: ...
 
 
@@ -102,7 +113,7 @@ def train_function(module: str, specs: Sequence[AlgorithmSpec]) -> TrainFunction
     names = [spec.name for spec in specs]
 
     def train_named(
-        config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
+        config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | Callback | None = None
     ) -> TrainResult:
         loaded = load_config(config)
         if loaded.algo not in names:
@@ -195,17 +206,36 @@ def evaluate_checkpoint(
     return {**result.metrics(), "eval_returns": result.returns, "eval_lengths": result.lengths}
 
 
+def said_again(config: TrainConfig, wanted: Mapping[str, Any], env: UserEnv | None) -> list[str]:
+    """The modules, the environment and the network that the user of a resume named, for the config to know."""
+    network = (wanted.get("algo_kwargs") or {}).get("network")
+    modules = env if isinstance(env, tuple) else (env,) if env == config.env_id else ()
+    return [name for name in (*modules, network) if isinstance(name, str)]
+
+
+def why_there(
+    path: learner.PathLike, begun_in: Path | None, home: str, named_there: str, *, elsewhere: bool
+) -> list[str]:
+    """A sentence if a resumed run gets a folder that its user may not expect."""
+    if begun_in is None and named_there != home:
+        return [f"{path} names output_dir {named_there!r}, which only you may choose; this run is in {home}."]
+    if begun_in is not None and not elsewhere:
+        return [f"{path} is not the newest state of {begun_in}, so this branch gets its own folder."]
+    return []
+
+
 @torch_settings_restored()
 def resume_training(
     path: learner.PathLike, *, total_timesteps: int | None = None, output_dir: learner.PathLike | None = None,
     changes: Mapping[str, Any] | None = None, force: bool = False, env: UserEnv | None = None,
-    callbacks: Iterable[Callback] | None = None, console: bool | None = None, raise_on_signal: bool = True,
+    callbacks: Iterable[Callback] | Callback | None = None, console: bool | None = None, raise_on_signal: bool = True,
 ) -> TrainResult:  # fmt: skip
     """Continue from a checkpoint, in its own run folder or a new one under `output_dir`.
 
     The budget (schedules stretch) and the location of files may change; any other key in `changes` needs `force`.
     `raise_on_signal` is as in `train`.
     """
+    check_log_format()
     told = read_callbacks(callbacks)
     named = {"total_timesteps": total_timesteps, "output_dir": None if output_dir is None else str(output_dir)}
     wanted = {**(changes or {}), **{name: value for name, value in named.items() if value is not None}}
@@ -217,11 +247,11 @@ def resume_training(
         if in_place is not None:  # before reading, so that no other process continues from the same state
             ranks.first(lambda: held.enter_context(locked(in_place)))
         session, state, notes = restore_session(path, wanted, force=force, env=env, ranks=ranks)
-        if in_place is None and "output_dir" not in wanted:  # a checkpoint does not decide where to write
-            home = TrainConfig.model_fields["output_dir"].default if begun_in is None else str(begun_in.parent)
+        if in_place is None and "output_dir" not in wanted:
+            home, named_there = home_of(Path(path)), session.config.output_dir
             session.config = session.config.model_copy(update={"output_dir": home})
-            if begun_in is not None and not elsewhere:
-                notes.append(f"{path} is not the newest state of {begun_in}, so this branch gets its own folder.")
+            notes += why_there(path, begun_in, home, named_there, elsewhere=elsewhere)
+        session.config = session.config.naming(*said_again(session.config, wanted, env))
         with closed_on_error(session):
             run_dir = in_place or ranks.first(lambda: branch_run_dir(session.config, begun_in))
             if in_place is None:

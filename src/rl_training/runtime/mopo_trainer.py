@@ -16,8 +16,8 @@ class MOPOParams(ModelParams, DatasetParams, OffPolicyParams):
     dataset_kind: DatasetKind | None = Field(  # type: ignore[assignment]
         None, description="Where the recorded data comes from; there is no default."
     )
-    model_updates: int = Field(
-        10_000, ge=1, description="Maximum gradient steps of the fit; the held-out error usually stops it earlier."
+    model_updates: int | None = Field(
+        None, ge=1, description="Maximum gradient steps of the fit; null: the held-out error alone stops it."
     )
     rollout_horizon: float = Field(5.0, ge=1, le=1_000, description="Steps per rollout, rounded down.")
     penalty_coef: float = Field(

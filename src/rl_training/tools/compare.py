@@ -36,6 +36,8 @@ LEVEL = 0.95
 MOST_NUMBERS = 1 << 24  # of one round of resamples
 NEVER_COMPARED = (
     "seed", "output_dir", "name", "tags", "benchmark", "threads", "device", "accelerate", "ray", "worker_timeout",
+    "log_interval", "loggers", "checkpoint_interval", "checkpoint_keep", "replay_in_checkpoint", "replay_folder",
+    "replay_memory", "max_worker_restarts",
 )  # fmt: skip
 POINTS = 60  # of a curve
 FEW_RUNS = 5  # with fewer, a bootstrap interval is too narrow

@@ -320,6 +320,6 @@ def check_algorithm(config: TrainConfig) -> Iterator[Check]:
         left = estimate_seconds(session, SECONDS)
     rate = f"{config.total_timesteps / left:,.0f} steps/s"
     where = f"{session.config.device}, {session.config.vectorization}"
-    detail = f"{config.total_timesteps:,} steps in about {format_duration(left)} at {rate} ({where})"
+    detail = f"{config.total_timesteps:,} steps in about {format_duration(left)} at {rate}"
     fix = "Shorten it with --total-timesteps, or see rl-training bench." if left > 24 * 3600 else ""
     yield Check("time", WARN if fix else OK, f"{detail} ({where})", fix)

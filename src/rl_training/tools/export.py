@@ -29,7 +29,7 @@ from rl_training.algorithms.base import Array
 from rl_training.envs.device import map_actions
 from rl_training.envs.inputs import encode_for_prediction
 from rl_training.envs.spaces import EnvSpaces, image_layout, leaf_spaces
-from rl_training.errors import TrainingFailure, UserError, kind_and_line
+from rl_training.errors import TrainingFailure, UserError, install, kind_and_line
 from rl_training.run.learner import PathLike, TrainedPolicy, load_algorithm, read_checkpoint
 from rl_training.safe_files import output_written, refuse_link, write_text
 
@@ -154,7 +154,7 @@ def export_policy(
     if file_format not in SUFFIXES:
         raise UserError(f"format is {file_format!r}; it must be {' or '.join(SUFFIXES)}.")
     if missing := [name for name in PACKAGES[file_format] if find_spec(name) is None]:
-        raise UserError(f"{missing[0]} is not installed; run pip install 'rl-training[export]' for --format onnx.")
+        raise UserError(f"{missing[0]} is not installed, and --format onnx needs it; run {install('export')}.")
     tree = read_checkpoint(checkpoint)
     policy = TrainedPolicy(*load_algorithm(checkpoint, tree, network))
     path = Path(output or Path(checkpoint).with_suffix(SUFFIXES[file_format]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,7 +115,11 @@ def find_runs(given: Iterable[str], *, to_compare: bool = True) -> list[RunRecor
             raise UserError(f"{text} is not a run folder and contains none; {wanted}.")
         folders |= {p.resolve(): p for p in found}
     runs = [read_run(path) for path in folders.values()]
-    return [*runs, *(match_environments(tables, runs) if to_compare else tables)]
+    if not to_compare:
+        return [*runs, *tables]
+    matched = match_environments(tables, runs)
+    warn_of_missing(tables, matched, {run.env_id for run in runs})
+    return [*runs, *matched]
 
 
 def read_table(path: Path, algos: Sequence[str] = ()) -> list[RunRecord]:
@@ -168,6 +173,17 @@ def match_environments(tables: Sequence[RunRecord], runs: Sequence[RunRecord]) -
             wanted.setdefault(table.env_id.rpartition("-v")[0], table.env_id)
     placed = [(table, wanted.get(table.env_id.rpartition("-v")[0], "")) for table in tables]
     return [table if table.env_id in exact else replace(table, env_id=env) for table, env in placed if env]
+
+
+def warn_of_missing(tables: Sequence[RunRecord], matched: Sequence[RunRecord], envs: Iterable[str]) -> None:
+    """Warn of each table that has no curve on any of these environments, and of environments that no table has."""
+    used, wanted = {table.folder for table in matched}, sorted(envs)
+    for file in dict.fromkeys(table.folder for table in tables if wanted and table.folder not in used):
+        has = ", ".join(sorted({table.env_id for table in tables if table.folder == file}))
+        warnings.warn(f"{file} has no curve on {', '.join(wanted)}; it has {has}.", stacklevel=2)
+    missing = [env for env in wanted if env not in {table.env_id for table in matched}]
+    if used and missing:
+        warnings.warn(f"no table has a curve on {', '.join(missing)}.", stacklevel=2)
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -241,10 +257,11 @@ def name_runs(runs: Sequence[RunRecord], states: Sequence[str] = ()) -> str:
 
 def choose_curve(runs: Sequence[RunRecord], *, trained: bool = False) -> tuple[str, list[str]]:
     """The return that every run has often enough for a curve or nothing, and a sentence if a few runs decided it."""
-    few = [run for run in runs if len(run.curve(EVALUATED)[0]) < FEW_EVALUATIONS]
-    if not few and not trained:
-        return EVALUATED, []
-    if not all(len(run.curve(TRAINED)[0]) > 1 for run in runs):
+    few = [run for run in runs if not run.measured_on and len(run.curve(EVALUATED)[0]) < FEW_EVALUATIONS]
+    metric = TRAINED if few or trained else EVALUATED
+    if not all(len(run.curve(metric)[0]) > 1 for run in runs):
         return "", []
+    if metric == EVALUATED:
+        return EVALUATED, []
     why = f"fewer than {FEW_EVALUATIONS} evaluations of {name_runs(few)}: curves show training episodes."
     return TRAINED, [why] if len(few) < len(runs) and not trained else []

@@ -189,12 +189,17 @@ def render(template: str, **facts: Any) -> str:
     return pages.get_template(template).render(facts)
 
 
-def render_card(export: Export, config: TrainConfig, scores: dict[str, Any], interval: tuple[float, float]) -> str:
-    """The model card of a policy; `scores` are an evaluation's metrics and `interval` that of its mean return."""
+def render_card(
+    export: Export, config: TrainConfig, scores: dict[str, Any], interval: tuple[float, float], again: str
+) -> str:
+    """The model card of a policy; `scores` are an evaluation's metrics and `interval` that of its mean return.
+
+    `again` is the command that trains it again from its config in the file `config.yaml`.
+    """
     facts, yaml = export.facts, dump_yaml(config.model_dump(mode="json")).rstrip()
     return render(
         "card.md", facts=facts, parity=facts["parity"], file=export.path.name, config=config, scores=scores,
-        interval=interval, yaml=yaml,
+        interval=interval, yaml=yaml, again=again,
     )  # fmt: skip
 
 

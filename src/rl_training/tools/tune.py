@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 from rl_training.config.params import SCHEDULE, Params, change_params, read_params
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, dump_yaml, parse_yaml
-from rl_training.errors import UserError, did_you_mean, kind_and_line
+from rl_training.errors import UserError, did_you_mean, install, kind_and_line
 from rl_training.record.metrics_file import is_number
 from rl_training.run.loop import EVALUATIONS
 from rl_training.safe_files import output_written, refuse_link, write_text
@@ -156,7 +156,7 @@ class Study:
 
     def __init__(self, config: TrainConfig, space: Mapping[str, Dimension], folder: Path) -> None:
         if find_spec("optuna") is None:
-            raise UserError("optuna is not installed; run pip install 'rl-training[tune]'.")
+            raise UserError(f"optuna is not installed; run {install('tune')}.")
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
