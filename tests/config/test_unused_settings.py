@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from resume_cases import SPECS, env_of, tiny
+from resume_cases import ONE_PER_LEARNER, SPECS, env_of, tiny
 from rl_training import DQN, TRPO
 from rl_training.cli.options import build_config
 from rl_training.config.params import read_params
@@ -86,13 +86,7 @@ def changes_something(algo: str, name: str, settings: dict[str, Any]) -> bool:
     return any(one is None or two is None or not same(one, two) for one, two in zip_longest(base, other))
 
 
-# The same learner as dqn with other defaults: noisy and prioritized are also rainbow_dqn's.
-PRESETS_OF_DQN = ("double_dqn", "dueling_dqn", "prioritized_dqn", "n_step_dqn", "noisy_dqn")
-
-
-@pytest.mark.parametrize(
-    "algo", [pytest.param(algo, marks=pytest.mark.slow) if algo in PRESETS_OF_DQN else algo for algo in SPECS]
-)
+@pytest.mark.parametrize("algo", ONE_PER_LEARNER)
 def test_every_setting_changes_what_is_learned_or_is_named(algo: str) -> None:
     spec = SPECS[algo]
     spaces = probe_spaces(read_recipe(env_of(spec), {}))
