@@ -32,10 +32,18 @@ def make(num_envs: int = 8) -> ManagerSimulator:
     return ManagerSimulator(make_env(num_envs))
 
 
-def make_vec_env() -> RslRlSimulator:
+def make_groups() -> ManagerSimulator:
+    return ManagerSimulator(make_env(8), ["actor", "critic"])
+
+
+def make_vec_env(group: Any = None) -> RslRlSimulator:
     from mjlab.rl import RslRlVecEnvWrapper
 
-    return RslRlSimulator(RslRlVecEnvWrapper(make_env(8), clip_actions=1.0))
+    return RslRlSimulator(RslRlVecEnvWrapper(make_env(8), clip_actions=1.0), group)
+
+
+def make_vec_env_groups() -> RslRlSimulator:
+    return make_vec_env(["actor", "critic"])
 
 
 def places(simulator: ManagerSimulator) -> Tensor:
@@ -86,12 +94,51 @@ def test_in_the_vec_env_of_rsl_rl_time_outs_are_truncations_without_final_observ
     assert not any(bool(terminated.any()) or final is not None for terminated, _, final in ends)
 
 
+def test_final_observations_of_both_groups_are_those_before_the_reset() -> None:
+    simulator = make_groups()
+    simulator.reset(torch.arange(8))
+    for step in range(1, STEPS + 1):
+        obs, _, _, truncated, final, _ = simulator.step(torch.rand(8, 1) * 2 - 1)
+        assert isinstance(obs, dict)
+        assert isinstance(final, dict)
+        assert bool(truncated.all()) == (step == STEPS)
+        for name in ("actor", "critic"):
+            assert bool((final[name] != obs[name]).any(1).all()) == (step == STEPS)
+        torch.testing.assert_close(final["actor"][:, 0], final["critic"][:, 0], atol=0.2, rtol=0)  # one has noise
+    torch.testing.assert_close(obs["critic"][:, 0], places(simulator))
+
+
+class WithoutSetting:
+    """The settings of an environment, of which nobody but itself sees `auto_reset`."""
+
+    def __init__(self, cfg: Any) -> None:
+        self.cfg = cfg
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "auto_reset":
+            raise AttributeError(name)
+        return getattr(self.cfg, name)
+
+
+def test_what_its_manager_computes_between_steps_is_from_before_the_step() -> None:
+    env = make_env(4)
+    env.reset()
+    before = env.observation_manager.compute()["actor"].clone()
+    env.sim.step()
+    assert torch.equal(env.observation_manager.compute()["actor"], before), "a cache"
+    env.cfg = WithoutSetting(env.cfg)
+    assert not ManagerSimulator(env).has_final_obs
+
+
 OF_PPO: dict[str, Any] = {"num_steps": 16, "minibatch_size": 64}
+OF_SAC: dict[str, Any] = {"learning_starts": 64, "train_frequency": 8, "batch_size": 32}
+GROUPED = {"critic_obs": ["critic"]}
 
 
 @pytest.mark.parametrize(("learner", "simulator", "kwargs"), [
     (PPO, make, OF_PPO), (PPO, make_vec_env, OF_PPO),
-    (SAC, make, {"learning_starts": 64, "train_frequency": 8, "batch_size": 32}),
+    (SAC, make, OF_SAC), (PPO, make_groups, OF_PPO | GROUPED), (SAC, make_groups, OF_SAC | GROUPED),
+    (PPO, make_vec_env_groups, OF_PPO | GROUPED),
 ])  # fmt: skip
 def test_learners_train_evaluate_and_log(learner: Any, simulator: Any, kwargs: dict[str, Any], tmp_path: Path) -> None:
     settings = {"action_limit": 1.0, "random_ages": True, "eval_rows": 2}

@@ -267,6 +267,21 @@ def test_worlds_of_mujoco_warp_have_the_same_fields() -> None:
         assert slide(friction, "warp") == pytest.approx(slide(friction, "mujoco"), abs=1e-3)
 
 
+def test_a_critic_may_see_the_friction_of_ones_own_robot(tmp_path: Path) -> None:
+    from own_robot import Slider
+
+    class Privileged(Slider):
+        def observe(self, state: State) -> Any:
+            return {"actor": super().observe(state), "critic": state["model.geom_friction"][:, 0]}
+
+    space: Any = Privileged().observation_space
+    assert {name: part.shape for name, part in space.spaces.items()} == {"actor": (2,), "critic": (3,)}
+    config = tiny("ppo", tmp_path, env_id="own", kwargs={"critic_obs": ["critic"]}, num_envs=4, vectorization="device")
+    result = train(config, env=Privileged, console=False)
+    assert result.metrics["eval_episodes"] == 2
+    assert result.policy.predict({"actor": np.array([0.1, 0.0], np.float32)}).shape == (1,)
+
+
 def test_an_own_robot_learns_to_stop_in_the_middle(tmp_path: Path) -> None:
     from own_robot import Slider
 

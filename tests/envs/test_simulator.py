@@ -1,13 +1,10 @@
-"""Simulators that keep their own state: rollouts, replay, bootstraps, logs, evaluation, resume, and the three shims."""
+"""Simulators that keep their own state: rollouts, replay, bootstraps, logs, evaluation and resume."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -16,35 +13,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
-from fake_simulator import BlindPoints, Points, SavedPoints
+from fake_simulator import BlindPoints, GroupedPoints, Points, SavedPoints
 from resume_cases import StopAt, assert_same_run, rows_of, tiny
 from rl_training import PPO
 from rl_training.cli.main import app
 from rl_training.collect.device import SimulatorCollector
-from rl_training.envs.simulator import Simulator, SimulatorEngine, Stepped
-from rl_training.envs.simulator_shims import ManagerSimulator, RslRlSimulator, VectorSimulator
+from rl_training.envs.simulator import Simulator, Stepped
 from rl_training.errors import EnvironmentFailure, UserError
-from rl_training.run.build import Session, open_session
+from rl_training.run.build import open_session
 from rl_training.run.evaluation import Evaluator
 from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import resume_training, train
+from simulator_cases import SETTINGS, open_simulator, take_rollout
 
 ROLLOUTS = ("a2c", "ppo", "trpo", "impala", "appo")
-SETTINGS: dict[str, Any] = {"vectorization": "device", "eval_episodes": 0}
-
-
-def open_simulator(make: Any, algo: str = "ppo", steps: int = 24, **fields: Any) -> Session:
-    config = tiny(algo, Path("unused"), env_id="points", **{**SETTINGS, **fields})
-    if "num_steps" in config.algo_kwargs:
-        config = config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "num_steps": steps}})
-    config._given = tuple(name for name in fields if name in type(config).model_fields)
-    return open_session(config, env=make)
-
-
-def take_rollout(session: Session) -> dict[str, Tensor]:
-    """One rollout, copied."""
-    session.store.add(session.collect(session.store.request(0)), 0)
-    return {name: array.clone() for name, array in session.store.experience.arrays.items()}  # type: ignore[attr-defined]
+GROUPED = {"critic_obs": ["critic"]}
 
 
 # ---- collecting ------------------------------------------------------------------------------------------------------
@@ -83,9 +66,9 @@ class NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("make", [Points, BlindPoints])
-def test_the_host_reads_nothing_while_it_collects(make: Any) -> None:
-    session = open_simulator(make)
+@pytest.mark.parametrize(("make", "kwargs"), [(Points, {}), (BlindPoints, {}), (GroupedPoints, GROUPED)])
+def test_the_host_reads_nothing_while_it_collects(make: Any, kwargs: dict[str, Any]) -> None:
+    session = open_simulator(make, kwargs=kwargs)
     take_rollout(session)  # checks the first step
     with NoReads():
         session.collect(session.store.request(0))
@@ -287,12 +270,6 @@ class Endless(Points):
     max_episode_steps = None  # type: ignore[assignment]
 
 
-class Groups(Points):
-    """A simulator with two groups of observations."""
-
-    observation_space = gs.Dict({"actor": gs.Box(-1, 1, (1,)), "critic": gs.Box(-1, 1, (2,))})  # type: ignore[assignment]
-
-
 class ShortTuple(Points):
     """A step of another form."""
 
@@ -332,7 +309,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (Points, {"vectorization": "sync"}, "vectorization is 'sync'; with the Simulator points it must be device or auto"),
     (Points, {"execution_backend": "local_async", "num_workers": 1, "vectorization": "auto"},
      "execution_backend is 'local_async'; with the Simulator points it must be local_sync"),
-    (Groups, {}, "points: observation_space is Dict.*; that of a Simulator must be a Box"),
     (Unlimited, {}, "points: action_space is Box.*, which has no finite limits; --set env_kwargs.simulator"),
     (Points, {"env_kwargs": {"simulator": {"action_limit": 1.0}}}, "the actions of points have finite limits"),
     (Points, {"env_kwargs": {"simulator": {"action_limits": 1.0}}}, "did you mean 'action_limit'"),
@@ -534,180 +510,3 @@ def test_the_command_line_takes_a_function(tmp_path: Path) -> None:
     own = ["--set", "env_kwargs.count=8", "--set", f"output_dir={tmp_path}"]
     result = CliRunner().invoke(app, ["train", *given, *small, *own])
     assert result.exit_code == 0, result.output
-
-
-# ---- other packages --------------------------------------------------------------------------------------------------
-
-
-class Managed:
-    """Of Isaac Lab's shape: groups of observations, and a reset in every step before they are read."""
-
-    def __init__(self, num_envs: int = 4) -> None:
-        self.points, self.num_envs, self.device, self.max_episode_length = SavedPoints(num_envs), num_envs, "cpu", 10
-        self.cfg, self.extras = SimpleNamespace(), {"log": {}}
-        self.single_observation_space = gs.Dict(
-            {"policy": gs.Box(-np.inf, np.inf, (2,)), "critic": gs.Box(-np.inf, np.inf, (3,))}
-        )
-        self.single_action_space = gs.Box(-np.inf, np.inf, (1,))
-        self.observation_manager = SimpleNamespace(compute=self.compute)
-        self.unwrapped = self
-
-    @property
-    def episode_length_buf(self) -> Tensor:
-        return self.points.episode_length_buf
-
-    def compute(self) -> dict[str, Tensor]:
-        obs = self.points.observe()
-        return {"policy": obs, "critic": torch.cat([obs, obs[:, :1]], -1)}
-
-    def _reset_idx(self, rows: Tensor) -> None:
-        self.points.begin(torch.zeros(self.num_envs, dtype=torch.bool).index_fill(0, rows, True))
-        self.extras["log"] = {"Episode/ended": torch.tensor(float(len(rows)))}
-
-    def reset(self, *, env_ids: Tensor | None = None) -> Any:
-        self._reset_idx(torch.arange(self.num_envs) if env_ids is None else env_ids)
-        return self.compute(), self.extras
-
-    def step(self, actions: Tensor) -> Any:
-        terminated, truncated = self.points.move(actions)
-        rows = (terminated | truncated).nonzero().squeeze(-1)
-        if len(rows) and getattr(self.cfg, "auto_reset", True):
-            self._reset_idx(rows)
-        return self.compute(), self.points.rewards, terminated, truncated, self.extras
-
-    def close(self) -> None:
-        self.points.close()
-
-
-class ManagedByHand(Managed):
-    """Of mjlab's shape: ended episodes can stay as they are."""
-
-    def __init__(self, num_envs: int = 4) -> None:
-        super().__init__(num_envs)
-        self.cfg.auto_reset = True
-
-
-class Direct(Managed):
-    """Without a manager of observations."""
-
-    def __init__(self, num_envs: int = 4) -> None:
-        super().__init__(num_envs)
-        del self.observation_manager
-
-
-class Vector(gym.vector.VectorEnv):  # type: ignore[type-arg]
-    """Of ManiSkill's shape."""
-
-    def __init__(self, num_envs: int = 4) -> None:
-        self.points, self.num_envs, self.device, self.max_episode_steps = Points(num_envs), num_envs, "cpu", 10
-        self.single_observation_space, self.single_action_space = Points.observation_space, Points.action_space
-
-    @property
-    def _elapsed_steps(self) -> Tensor:
-        return self.points.episode_length_buf
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        rows = torch.arange(self.num_envs) if options is None else options["env_idx"]
-        return self.points.reset(rows).clone(), {}
-
-    def step(self, actions: Tensor) -> Any:
-        obs, rewards, terminated, truncated, final_obs, _ = self.points.step(actions)
-        done, infos = terminated | truncated, {}
-        if done.any():
-            infos = {"final_observation": final_obs, "_final_observation": done, "_final_info": done}
-            infos["final_info"] = {"episode": {"success_once": truncated}}
-        return obs, rewards, terminated, truncated, infos
-
-
-class VecEnv:
-    """Of rsl_rl's shape."""
-
-    def __init__(self, num_envs: int = 4, grouped: bool = True) -> None:
-        self.points, self.num_envs, self.num_actions, self.device = BlindPoints(num_envs), num_envs, 1, "cpu"
-        self.max_episode_length, self.grouped = 10, grouped
-        self.reset()
-
-    @property
-    def episode_length_buf(self) -> Tensor:
-        return self.points.episode_length_buf
-
-    def get_observations(self) -> Any:
-        obs = self.points.observe()
-        return {"policy": obs, "critic": obs} if self.grouped else (obs, {"observations": {}})
-
-    def reset(self) -> Any:
-        self.points.reset(torch.arange(self.num_envs))
-        return self.get_observations(), {}
-
-    def step(self, actions: Tensor) -> Any:
-        _, rewards, terminated, truncated, _, log = self.points.step(actions)
-        extras = {"time_outs": truncated, "log": {"/distance": log["distance"]}}
-        obs = self.get_observations()
-        return obs if self.grouped else obs[0], rewards, (terminated | truncated).long(), extras
-
-
-LIMITED = {"env_kwargs": {"simulator": {"action_limit": 1.0, "random_ages": True}}}
-SHIMS: list[tuple[Any, dict[str, Any], bool, str]] = [
-    (lambda: ManagerSimulator(Managed()), LIMITED, True, "sim/Episode/ended"),
-    (lambda: ManagerSimulator(ManagedByHand()), LIMITED, True, "sim/Episode/ended"),
-    (lambda: ManagerSimulator(Direct()), LIMITED, False, "sim/Episode/ended"),
-    (lambda: VectorSimulator(Vector()), {"env_kwargs": {"simulator": {"random_ages": True}}}, True, "sim/success_once"),
-    (lambda: RslRlSimulator(VecEnv()), LIMITED, False, "sim/distance"),
-    (lambda: RslRlSimulator(VecEnv(grouped=False)), LIMITED, False, "sim/distance"),
-]
-
-
-@pytest.mark.parametrize(("make", "fields", "has_final_obs", "name"), SHIMS)
-def test_a_shim_gives_true_final_observations_or_says_that_there_are_none(
-    make: Any, fields: dict[str, Any], has_final_obs: bool, name: str
-) -> None:
-    session = open_simulator(make, **fields)
-    engine: Any = session.engine
-    assert isinstance(engine, SimulatorEngine)
-    notes = " ".join(session.notes)
-    assert ("gives no final observation" in notes) == (not has_final_obs)
-    rows = take_rollout(session)
-    done = rows["terminated"] | rows["truncated"]
-    assert rows["truncated"].any()
-    assert rows["terminated"].sum() + rows["truncated"].sum() == done.sum()
-    # a place follows from the one before, and an age too, except where an episode begins
-    place, age = rows["obs"][:-1, :, 0] + 0.5 * rows["actions"][..., 0].clamp(-1, 1), rows["obs"][:-1, :, 1]
-    true_finals = torch.stack([place, age + 0.1], -1)
-    true_finals[0, :, 1] = rows["final_obs"][0, :, 1]  # ages were set after the first observation
-    wanted = true_finals if has_final_obs else rows["obs"][:-1]
-    torch.testing.assert_close(rows["final_obs"][done], wanted[done])
-    torch.testing.assert_close(rows["obs"][1:][~done][..., 0], place[~done])
-    assert (rows["obs"][1:][done][:, 1] == 0).all(), "a new episode"
-    torch.testing.assert_close(rows["rewards"], 1.0 - place.abs())
-    assert name in session.collector.metrics()
-    session.close()
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: ManagerSimulator(Managed(), "camera"),
-         "group is 'camera'; the simulator's groups of observations are critic, policy"),
-        (lambda: RslRlSimulator(SimpleNamespace()), "the VecEnv has no reset()"),
-        (lambda: VectorSimulator(SimpleNamespace(metadata={"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP})),
-         "it must be SAME_STEP"),
-    ],
-)  # fmt: skip
-def test_what_a_shim_cannot_use_is_refused(make: Any, said: str) -> None:
-    with pytest.raises(UserError, match=re.escape(said)):
-        make()
-
-
-def test_with_a_finite_horizon_a_time_out_ends_the_task() -> None:
-    env = Managed()
-    env.cfg.is_finite_horizon = True
-    rows = take_rollout(open_simulator(lambda: ManagerSimulator(env), **LIMITED))
-    assert not rows["truncated"].any()
-    assert rows["terminated"].any()
-
-
-@pytest.mark.parametrize("make", [make for make, *_ in SHIMS])
-def test_a_run_with_a_shim_evaluates(make: Any, tmp_path: Path) -> None:
-    limited = {} if isinstance(make(), VectorSimulator) else LIMITED
-    config = tiny("ppo", tmp_path, env_id="shim", num_envs=4, vectorization="device", **limited)
-    assert train(config, env=make).metrics["eval_episodes"] == 2

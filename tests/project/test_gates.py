@@ -261,7 +261,8 @@ def test_the_summary_counts_what_is_met_by_suite(tmp_path: Path) -> None:
     counts = [tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+)", text.partition("Not met")[0])]
     assert sum(total for _, total in counts) == len(gates)
     assert sum(met for met, _ in counts) == len(gates) - len(missed)
-    assert all(f"`{name}` (" in text for name in missed)
+    assert all(f"`{name}`" in text for name in missed)
+    assert all(f"- `{name}`: {verdicts[name].reason}" in text for name in missed if verdicts[name].status == "fail")
 
 
 def test_nothing_recorded_or_documented_names_a_folder_of_a_machine() -> None:

@@ -83,7 +83,41 @@ class BlindPoints(Points):
     has_final_obs = False
 
 
+class GroupedPoints(SavedPoints):
+    """The same, whose observations are groups: of the actor, and what the critic sees as well, which is above 50."""
+
+    observation_space: Any = gs.Dict(
+        [("critic", gs.Box(-np.inf, np.inf, (3,), np.float32)), ("actor", gs.Box(-np.inf, np.inf, (2,), np.float32))]
+    )
+
+    def reset(self, rows: Tensor) -> Any:
+        return as_groups(super().reset(rows))
+
+    def step(self, actions: Tensor) -> Any:
+        obs, rewards, terminated, truncated, final_obs, log = super().step(actions)
+        finals = None if final_obs is None else as_groups(final_obs)
+        return as_groups(obs), rewards, terminated, truncated, finals, log
+
+
+def as_groups(obs: Any) -> dict[str, Tensor]:
+    """The groups that belong to observations of points; in another order than in their space."""
+    return {"actor": obs, "critic": torch.cat([100.0 + obs, 100.0 + obs.sum(-1, keepdim=True)], -1)}
+
+
+class BlindGroupedPoints(GroupedPoints):
+    """The same without final observations."""
+
+    has_final_obs = False
+
+
 class TenPoints(SavedPoints):
+    """Ten rows."""
+
+    def __init__(self) -> None:
+        super().__init__(10)
+
+
+class TenGrouped(GroupedPoints):
     """Ten rows."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -12,16 +12,20 @@ from gymnasium import spaces as gs
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from rl_training.envs.spaces import Array, EnvSpaces
+from rl_training.envs.spaces import Array, EnvSpaces, groups_of
 from rl_training.envs.stepper import Engine, Step
 from rl_training.errors import EnvironmentFailure, UserError
 
 State = Any  # a tensor [N, ...], or a tuple, list or dict of them
+Observed = Tensor | Mapping[str, Tensor]  # observations [N, ...], or groups of them
 NO_LIMIT = 2**31 - 1
 
 
 class DeviceEnvironment:
     """N environments as three functions of tensors, for `vectorization: device`.
+
+    If the observation space is a Dict of Boxes, observations are mappings of its names to tensors; the setting
+    `critic_obs` names those that only the critic sees.
 
     The functions store nothing, draw no random numbers, and never branch on values. `noise` is uniform in [0, 1), with
     `reset_noise` or `step_noise` numbers per environment. Make new tensors from given ones (`torch.zeros_like`,
@@ -29,7 +33,7 @@ class DeviceEnvironment:
     host, which a CUDA graph cannot do: the rollout would run without a graph.
     """
 
-    observation_space: gs.Box
+    observation_space: gs.Box | gs.Dict
     action_space: gs.Space[Any]
     max_episode_steps: int | None = None
     reset_noise: int = 1
@@ -47,7 +51,7 @@ class DeviceEnvironment:
         """
         raise NotImplementedError
 
-    def observe(self, state: State) -> Tensor:
+    def observe(self, state: State) -> Observed:
         """Return the observations [N, ...] of a state."""
         raise NotImplementedError
 
@@ -84,8 +88,11 @@ class OneEnvironment(gym.Env[Any, Any]):
     def _draw(self, count: int) -> Tensor:
         return torch.from_numpy(self.np_random.random((1, count), dtype=np.float32))
 
-    def _observe(self) -> Array:
-        return self.device_environment.observe(self._state)[0].numpy().astype(self.observation_space.dtype)
+    def _observe(self) -> Any:
+        seen, groups = self.device_environment.observe(self._state), groups_of(self.observation_space)
+        if isinstance(seen, Tensor):
+            return seen[0].numpy().astype(groups[""].dtype)
+        return {name: seen[name][0].numpy().astype(part.dtype) for name, part in groups.items()}
 
 
 class Advance(NamedTuple):
@@ -93,8 +100,8 @@ class Advance(NamedTuple):
 
     state: State
     ages: Tensor
-    obs: Tensor
-    final_obs: Tensor
+    obs: Observed
+    final_obs: Observed
     rewards: Tensor
     terminated: Tensor
     truncated: Tensor
@@ -182,8 +189,9 @@ class DeviceEngine(Engine):
         final_obs = self._encode(after.final_obs) if (terminated | truncated).any() else None
         return Step(self._encode(after.obs), rewards.astype(np.float32), terminated, truncated, final_obs)
 
-    def _encode(self, obs: Tensor) -> Array:
-        return self.spaces.encode(obs.cpu().numpy())
+    def _encode(self, obs: Observed) -> Array:
+        flat = obs if isinstance(obs, Tensor) else encode(self.spaces, obs)
+        return self.spaces.encode(flat.cpu().numpy())
 
     def state_dict(self) -> dict[str, Any]:
         """The environments' tensors, the step counts of the current episodes, and the generator."""
@@ -205,8 +213,18 @@ class DeviceEngine(Engine):
         return self.look(), None
 
 
-def encode(spaces: EnvSpaces, obs: Tensor) -> Tensor:
-    """`spaces.encode` for tensors."""
+def space_of(obs: Observed) -> gs.Box | gs.Dict:
+    """The space of observations [N, ...] without limits."""
+    if isinstance(obs, Tensor):
+        return gs.Box(-np.inf, np.inf, tuple(obs.shape[1:]), np.float32)
+    return gs.Dict([(name, space_of(part)) for name, part in obs.items()])  # pairs keep their order
+
+
+def encode(spaces: EnvSpaces, obs: Observed) -> Tensor:
+    """`spaces.encode` for tensors; groups of observations are joined in the order of their space."""
+    if not isinstance(obs, Tensor):
+        parts: Any = spaces.observation_space
+        return torch.cat([obs[name].reshape(len(obs[name]), -1).float() for name in parts], -1)
     if spaces.obs_kind == "vector":
         return obs.reshape(len(obs), -1).float()
     if spaces.image_layout == "channels_last":

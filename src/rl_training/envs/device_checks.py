@@ -19,7 +19,7 @@ from rl_training.envs.device import DeviceEnvironment, OneEnvironment, State
 from rl_training.envs.factory import EnvRecipe, episode_limit, make_env
 from rl_training.envs.hidden_state import checksum
 from rl_training.envs.probe import check_spaces
-from rl_training.envs.spaces import EnvSpaces, image_layout
+from rl_training.envs.spaces import EnvSpaces, check_groups, groups_of, image_layout
 from rl_training.errors import UserError, user_line
 
 ROWS = 17  # of a test; a number that is unlikely to be another dimension
@@ -58,11 +58,17 @@ def find_device_environment(recipe: EnvRecipe) -> tuple[DeviceEnvironment, int |
     check_attributes(found, recipe.env_id)
     for name, wanted, given in (
         ("action_space", plain.action_space, found.action_space),
-        ("observation_space.shape", plain.observation_space.shape, found.observation_space.shape),
+        ("observation_space.shape", *(_shape_of(one.observation_space) for one in (plain, found))),
     ):
         if given != wanted:
             raise UserError(f"{recipe.env_id}: {name} is {wanted}, but that of its device_environment is {given}.")
     return found, limit
+
+
+def _shape_of(space: Any) -> Any:
+    """The shape of a space, or those of a Dict's parts."""
+    parts = {name: part.shape if isinstance(part, gs.Box) else part for name, part in groups_of(space).items()}
+    return parts if isinstance(space, gs.Dict) else space.shape
 
 
 def check_attributes(env: DeviceEnvironment, env_id: str) -> None:
@@ -72,8 +78,7 @@ def check_attributes(env: DeviceEnvironment, env_id: str) -> None:
         value = getattr(env, name)
         if (type(value) is not int or value < least) and not (least and value is None):
             raise UserError(f"{env_id}: {name} is {value!r}; it must be a whole number of at least {least}.")
-    if not isinstance(env.observation_space, gs.Box):
-        raise UserError(f"{env_id}: observation_space is {env.observation_space}; it must be a Box.")
+    check_groups(env_id, env.observation_space)
     EnvSpaces.from_gym(env_id, env.observation_space, env.action_space)
 
 
@@ -99,10 +104,18 @@ def check_functions(env: DeviceEnvironment, env_id: str, device: str = "cpu") ->
         found = f"{len(given)} values" if isinstance(given, tuple) else f"a {type(given).__name__}"
         raise UserError(f"{env_id}: step returned {found}; it must return the next state, rewards and terminated.")
     state, rewards, terminated = given
-    rows = {"rewards": rewards, "terminated": terminated, "observe": _call(env, env_id, "observe", state)}
+    seen, groups = _call(env, env_id, "observe", state), groups_of(env.observation_space)
+    if "" not in groups and not (isinstance(seen, dict) and set(groups) <= set(seen)):
+        raise UserError(f"{env_id}: observe must return a dict with the tensors {' and '.join(groups)}.")
+    rows = {"rewards": rewards, "terminated": terminated}
+    rows |= {"observe": seen} if "" in groups else {_named(name): seen[name] for name in groups}
     faults = chain(_faults_of_state(env, first, state, device), _faults_of_tensors(env, state, rows, device))
     if fault := next(faults, None):
         raise UserError(f"{env_id}: {fault}.")
+
+
+def _named(group: str) -> str:
+    return f"observe[{group!r}]" if group else "observe"
 
 
 def _faults_of_state(env: DeviceEnvironment, first: State, state: State, device: str) -> Iterator[str]:
@@ -124,9 +137,9 @@ def _faults_of_state(env: DeviceEnvironment, first: State, state: State, device:
 
 def _faults_of_tensors(env: DeviceEnvironment, state: State, rows: dict[str, Any], device: str) -> Iterator[str]:
     """The rules that a state, rewards, terminated and observations break by their shape, device or type."""
-    space = env.observation_space
+    spaces = {_named(group): space for group, space in groups_of(env.observation_space).items()}
     for name, part in rows.items():
-        wanted = (ROWS, *space.shape) if name == "observe" else (ROWS,)
+        wanted = (ROWS, *(spaces[name].shape if name in spaces else ()))
         if not isinstance(part, Tensor) or part.shape != wanted:
             found = f"the shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"the type {type(part).__name__}"
             yield f"{name} of {ROWS} environments has {found}, not the shape {wanted}"
@@ -138,13 +151,14 @@ def _faults_of_tensors(env: DeviceEnvironment, state: State, rows: dict[str, Any
         if (found := part.device.type) != torch.device(device).type:
             where = f"{name} is on {found}, but the device is {device}"
             yield f"{where}; make it like a given tensor (torch.zeros_like)"
-    terminated, obs = rows["terminated"].dtype, rows["observe"].dtype
-    if terminated != torch.bool:
+    if (terminated := rows["terminated"].dtype) != torch.bool:
         yield f"terminated is of {terminated}; it must be of torch.bool"
-    if image_layout(space) is not None and obs not in (torch.uint8, torch.bool):
-        yield f"observe gives an image of {obs}; it must be of torch.uint8"
-    if obs.is_floating_point and space.dtype.kind != "f":
-        yield f"observe gives {obs}; its observation space says {space.dtype}"
+    for name, space in spaces.items():
+        obs = rows[name].dtype
+        if image_layout(space) is not None and obs not in (torch.uint8, torch.bool):
+            yield f"{name} gives an image of {obs}; it must be of torch.uint8"
+        if obs.is_floating_point and space.dtype.kind != "f":
+            yield f"{name} gives {obs}; its observation space says {space.dtype}"
 
 
 def _call(env: DeviceEnvironment, env_id: str, name: str, *given: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from gymnasium import spaces as gs
 from torch import Tensor
 
-from rl_training.envs.device import DeviceEnvironment
+from rl_training.envs.device import DeviceEnvironment, space_of
 from rl_training.envs.rendering import hear_mujoco
 from rl_training.errors import UserError, install
 
@@ -218,8 +218,7 @@ class MujocoEnvironment(DeviceEnvironment):
             model = read(str(model))
         low, high = model.actuator_ctrlrange.astype(np.float32).T
         self.prepare(model, gs.Box(low, high, dtype=np.float32), model.qpos0)
-        width = self.observe(self.reset(torch.full((1, self.reset_noise), 0.5))).shape[1]
-        self.observation_space = gs.Box(-np.inf, np.inf, (width,), np.float32)
+        self.observation_space = space_of(self.observe(self.reset(torch.full((1, self.reset_noise), 0.5))))
 
     def prepare(self, model: Any, action_space: gs.Box, qpos: Any) -> None:
         """Set the model, the actions, and the positions around which episodes start."""

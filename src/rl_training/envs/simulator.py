@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,20 +13,24 @@ from gymnasium import spaces as gs
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from rl_training.envs.device import encode, map_actions
+from rl_training.envs.device import Observed, encode, map_actions
 from rl_training.envs.factory import EnvRecipe
-from rl_training.envs.spaces import Array, EnvSpaces
+from rl_training.envs.spaces import Array, EnvSpaces, check_groups, groups_of
 from rl_training.envs.stepper import Engine, Step
 from rl_training.errors import EnvironmentFailure, UserError, counted
 
 SHARE = 32  # by default, one of so many rows is held out for evaluation
 MOST_ROWS = 65536
 PARTS = "observations, rewards, terminated, truncated, final observations (or None) and a log"
-Stepped = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Mapping[str, Any]]
+CRITIC = "critic"  # a group of observations of this name is for the critic alone
+Stepped = tuple[Observed, Tensor, Tensor, Tensor, Observed | None, Mapping[str, Any]]
 
 
 class Simulator:
     """N environments, the rows, that are stepped together; subclass it and set the attributes.
+
+    If the observation space is a Dict of Boxes, observations are mappings of its names, the groups, to tensors; the
+    setting `critic_obs` names the groups that only the critic sees.
 
     `has_final_obs` says whether `step` returns the final observations. If episodes have a time limit that the simulator
     applies, `max_episode_steps` is that limit, and `episode_length_buf` [N] may be the step counts of the current
@@ -36,14 +40,14 @@ class Simulator:
 
     num_envs: int
     device: torch.device | str = "cpu"
-    observation_space: gs.Box
+    observation_space: gs.Box | gs.Dict
     action_space: gs.Space[Any]
     max_episode_steps: int | None = None
     has_final_obs = True
     episode_length_buf: Any = None
     _engine: Any = None  # which began the current episodes
 
-    def reset(self, rows: Tensor) -> Tensor:
+    def reset(self, rows: Tensor) -> Observed:
         """Begin new episodes in these rows, int64 indices; return the observations of all rows [N, ...]."""
         raise NotImplementedError
 
@@ -79,11 +83,19 @@ class SimulatorView(gym.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """An observation of zeros: nothing is reset."""
-        return np.zeros(self.observation_space.shape or (), self.observation_space.dtype), {}
+        groups = groups_of(self.observation_space)
+        zeros = {name: np.zeros(space.shape, space.dtype) for name, space in groups.items()}
+        return zeros.get("", zeros), {}
 
     def step(self, action: Any) -> NoReturn:
         """Refuse: there is no single environment."""
         raise UserError(f"{self.env_id} is a Simulator, whose rows cannot be played one at a time, as is wanted here.")
+
+    def check_critic(self, critic_obs: Sequence[str]) -> None:
+        """Raise a UserError if the actor would see the group that is meant for the critic."""
+        if CRITIC in groups_of(self.observation_space) and CRITIC not in critic_obs:
+            what = f"the actor would see the group {CRITIC!r} of the observations of {self.env_id}"
+            raise UserError(f"{what}; name it in critic_obs, or leave it out of observation_space.")
 
     def open_engine(self, spaces: EnvSpaces, num_envs: int, seed: int) -> SimulatorEngine:
         """The engine whose training rows are the first `num_envs`."""
@@ -118,8 +130,7 @@ def check_simulator(simulator: Simulator, recipe: EnvRecipe) -> None:
     if simulator.num_envs > MOST_ROWS:
         raise UserError(f"{env_id}: num_envs is {simulator.num_envs}; it must be at most {MOST_ROWS}.")
     observations, actions = (getattr(simulator, f"{name}_space", None) for name in ("observation", "action"))
-    if not isinstance(observations, gs.Box):  # groups for actor and critic come later
-        raise UserError(f"{env_id}: observation_space is {observations}; that of a Simulator must be a Box.")
+    check_groups(env_id, observations)
     if not isinstance(actions, gs.Space):
         raise UserError(f"{env_id}: action_space is {actions!r}; it must be a gymnasium space.")
     check_given(simulator, recipe)
@@ -185,7 +196,7 @@ class SimulatorEngine(Engine):
         with self._failures():
             obs = self.simulator.reset(torch.arange(self.rows, device=self.device))
         self.simulator._engine = self
-        self._check({"observations of reset": obs}, self.simulator.observation_space.shape)
+        self._check_groups("observations of reset", obs)
         self.obs = encode(self.spaces, obs).clone()
         self.ages.zero_()
         limit = self.simulator.max_episode_steps
@@ -255,10 +266,25 @@ class SimulatorEngine(Engine):
         if not isinstance(given, tuple) or len(given) != 6:
             raise UserError(f"{self.spaces.env_id}: step must return a tuple of six parts: {PARTS}.")
         obs, rewards, terminated, truncated, final_obs, _ = given
-        finals = {} if final_obs is None else {"final observations": final_obs}
-        self._check({"observations": obs, **finals}, self.simulator.observation_space.shape)
+        self._check_groups("observations", obs)
+        if final_obs is not None:
+            self._check_groups("final observations", final_obs)
         self._check({"rewards": rewards, "terminated": terminated, "truncated": truncated}, ())
         self._checked = True
+
+    def _check_groups(self, name: str, given: Any) -> None:
+        """Refuse observations of which a group is missing or of another shape."""
+        groups = groups_of(self.simulator.observation_space)
+        if "" in groups:
+            self._check({name: given}, groups[""].shape)
+            return
+        found = list(given.keys()) if hasattr(given, "keys") else []
+        if set(groups) - set(found):
+            known = f"have the groups {', '.join(found)}" if found else f"are a {type(given).__name__}"
+            wanted = f"they must be a mapping with {' and '.join(groups)}"
+            raise UserError(f"the {name} of {self.spaces.env_id} {known}; {wanted}.")
+        for group, part in groups.items():
+            self._check({f"{name} in the group {group!r}": given[group]}, part.shape)
 
     def _check(self, parts: Mapping[str, Any], shape: tuple[int, ...]) -> None:
         for name, part in parts.items():
@@ -317,4 +343,3 @@ class SimulatorEngine(Engine):
             restart = "" if self.state_format else "; it steps all rows, so the training episodes start over after it"
             found.append(what + restart)
         return found
-

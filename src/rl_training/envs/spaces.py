@@ -80,6 +80,21 @@ def leaf_spaces(space: gs.Space[Any], name: str = "") -> Iterator[tuple[str, gs.
         yield name, space
 
 
+def groups_of(space: Any) -> dict[str, Any]:
+    """The parts of a Dict by name; any other space is one part without a name."""
+    return dict(space.spaces) if isinstance(space, gs.Dict) else {"": space}
+
+
+def check_groups(env_id: str, space: Any) -> None:
+    """Raise a UserError unless an observation space on a device is a Box, or a Dict of Boxes that are vectors."""
+    groups = groups_of(space)
+    if not all(isinstance(part, gs.Box) for part in groups.values()):
+        raise UserError(f"{env_id}: observation_space is {space}; it must be a Box or a Dict of Boxes.")
+    if images := [name for name, part in groups.items() if name and image_layout(part)]:
+        what = f"{env_id}: the part {images[0]!r} of observation_space is an image ({groups[images[0]]})"
+        raise UserError(f"{what}; in a Dict on a device there must be vectors only.")
+
+
 def image_layout(space: gs.Space[Any]) -> str | None:
     """The layout of an image: "plane", "channels_first" or "channels_last"; None if the space is not an image.
 

@@ -150,6 +150,7 @@ def check(config: TrainConfig, env: UserEnv | None, restored: Mapping[str, Any] 
     spec.check_support(spaces)
     spaces = spaces.with_critic_obs(params.facts.critic_obs)
     if recipe.made:
+        recipe.made[0].check_critic(spaces.critic_obs)
         config = fit_simulator(config, spec, recipe.made[0], ranks, is_new=restored is None)
     if restored is None:
         if params.early_stopping is not None and not config.eval_episodes:
