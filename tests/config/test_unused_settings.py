@@ -155,7 +155,9 @@ def test_settings_of_networks_are_used_or_named_for_images_and_vectors(algo: str
     spec = SPECS[algo]
     actions = gs.Discrete(2) if "discrete" in spec.action_kinds else gs.Box(-1, 1, (2,))
     spaces = EnvSpaces.from_gym("Some-v0", SEEN[kind], actions)
-    size = {"size": "xxs"} if algo == "dreamer" else {}
+    widths = [name for name in ("hidden_sizes", "critic_hidden_sizes") if name in spec.params.model_fields]
+    size: dict[str, Any] = {name: [6] for name in widths if spec.params.model_fields[name].default}
+    size |= {"size": "xxs"} if algo == "dreamer" else {}
     before, known = networks_of(spec, spaces, **size), OF_NETWORKS.keys() & spec.params.model_fields
     idle = {name for name in known if networks_of(spec, spaces, **{**size, name: OF_NETWORKS[name]}) == before}
     assert idle == read_params(spec.params, {}).find_unused(spaces).keys() & known
