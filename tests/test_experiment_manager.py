@@ -8,13 +8,13 @@ from typing import Any
 import gymnasium as gym
 import pytest
 
-from resume_cases import SPECS, StopAt, assert_same_run, tiny
+from resume_cases import ONE_PER_LEARNER, StopAt, assert_same_run, tiny
 from rl_training.config.train_config import dump_yaml
 from rl_training.errors import UserError
 from rl_training.experiment.default_manager import DefaultExperimentManager
 
 
-@pytest.mark.parametrize("algo", SPECS)
+@pytest.mark.parametrize("algo", ONE_PER_LEARNER)
 def test_setup_then_train(tmp_path: Path, algo: str) -> None:
     result = DefaultExperimentManager().setup(tiny(algo, tmp_path)).train(run_suffix="mine")
     assert result.metrics["global_step"] == 128

@@ -126,7 +126,8 @@ def test_a_preset_starts(preset: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", list_presets())
 def test_a_limit_below_the_frame_skip_of_atari_counts_frames(preset: str) -> None:
-    recipe = read_recipe(load_config(preset).env_id, load_config(preset).env_kwargs)
+    config = load_config(preset)
+    recipe = read_recipe(config.env_id, config.env_kwargs)
     if recipe.wrappers.atari is not None:
         assert recipe.max_episode_steps in (None, 108_000)  # half an hour of play, which is the game's own limit
 

@@ -99,8 +99,8 @@ def values_after_training(spec: AlgorithmSpec, folder: Path) -> list[Any]:
 CASES = [spec for spec in list_algorithm_specs() if spec.lane not in WITHOUT_ENVIRONMENT_REWARD]
 APART = {"dreamer", "mopo"}
 LONG = APART | {  # one of each family stays in the quick run; test_dreamer_update.py has the continue head's targets
-    "awac", "cql", "d4pg", "ddpg", "droq", "dueling_dqn", "fqf", "iqn", "mbpo", "noisy_dqn", "r2d2", "rainbow_dqn",
-    "rebrac", "redq", "rlpd", "td3_bc", "tqc",
+    "awac", "cql", "d4pg", "ddpg", "droq", "dueling_dqn", "flash_sac", "fqf", "iqn", "mbpo", "noisy_dqn", "r2d2",
+    "rainbow_dqn", "rebrac", "redq", "rlpd", "simba", "simbav2", "td3_bc", "tqc",
 }  # fmt: skip
 BRIEF = [pytest.param(s, id=s.name, marks=[pytest.mark.slow] if s.name in LONG else []) for s in CASES]
 

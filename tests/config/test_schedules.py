@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from resume_cases import SPECS, tiny
+from resume_cases import ONE_PER_LEARNER, SPECS, tiny
 from rl_training.config.params import Schedule, change_params, parameter_names, read_params
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.errors import UserError
@@ -30,7 +30,7 @@ def floats_of(algo: str) -> list[str]:
     return [name for name in known if f"{name}_schedule" in known]
 
 
-@pytest.mark.parametrize("algo", SPECS)
+@pytest.mark.parametrize("algo", ONE_PER_LEARNER)
 def test_a_constant_schedule_is_the_value_itself_or_is_refused_with_the_reason(algo: str) -> None:
     wrong: dict[str, str] = {}
     plain: dict[str, list[Tensor]] = {}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from resume_cases import SPECS, env_of, tiny
+from resume_cases import ONE_PER_LEARNER, SPECS, env_of, tiny
 from rl_training import DQN, TRPO
 from rl_training.cli.options import build_config
 from rl_training.config.params import read_params
@@ -86,13 +86,7 @@ def changes_something(algo: str, name: str, settings: dict[str, Any]) -> bool:
     return any(one is None or two is None or not same(one, two) for one, two in zip_longest(base, other))
 
 
-# The same learner as dqn with other defaults: noisy and prioritized are also rainbow_dqn's.
-PRESETS_OF_DQN = ("double_dqn", "dueling_dqn", "prioritized_dqn", "n_step_dqn", "noisy_dqn")
-
-
-@pytest.mark.parametrize(
-    "algo", [pytest.param(algo, marks=pytest.mark.slow) if algo in PRESETS_OF_DQN else algo for algo in SPECS]
-)
+@pytest.mark.parametrize("algo", ONE_PER_LEARNER)
 def test_every_setting_changes_what_is_learned_or_is_named(algo: str) -> None:
     spec = SPECS[algo]
     spaces = probe_spaces(read_recipe(env_of(spec), {}))
@@ -161,7 +155,9 @@ def test_settings_of_networks_are_used_or_named_for_images_and_vectors(algo: str
     spec = SPECS[algo]
     actions = gs.Discrete(2) if "discrete" in spec.action_kinds else gs.Box(-1, 1, (2,))
     spaces = EnvSpaces.from_gym("Some-v0", SEEN[kind], actions)
-    size = {"size": "xxs"} if algo == "dreamer" else {}
+    widths = [name for name in ("hidden_sizes", "critic_hidden_sizes") if name in spec.params.model_fields]
+    size: dict[str, Any] = {name: [6] for name in widths if spec.params.model_fields[name].default}
+    size |= {"size": "xxs"} if algo == "dreamer" else {}
     before, known = networks_of(spec, spaces, **size), OF_NETWORKS.keys() & spec.params.model_fields
     idle = {name for name in known if networks_of(spec, spaces, **{**size, name: OF_NETWORKS[name]}) == before}
     assert idle == read_params(spec.params, {}).find_unused(spaces).keys() & known

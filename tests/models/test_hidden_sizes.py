@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import env_zoo
-from resume_cases import SPECS, tiny
+from resume_cases import ONE_PER_LEARNER, SPECS, tiny
 from rl_training.config.params import read_params
 from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
@@ -21,7 +21,7 @@ from rl_training.models.mlp_q_network import NoisyLinear
 from rl_training.run.workflows import train
 
 
-@pytest.mark.parametrize("algo", SPECS)
+@pytest.mark.parametrize("algo", ONE_PER_LEARNER)
 def test_every_algorithm_learns_without_a_hidden_layer(algo: str, tmp_path: Path) -> None:
     """For Dreamer an empty list means the widths of its `size`."""
     names = [name for name in SPECS[algo].params.model_fields if name.endswith("hidden_sizes")]

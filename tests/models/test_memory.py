@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_training.algorithms.base import Algorithm
 from rl_training.models.memory import Memory, Recall, state_size
 
 KINDS = pytest.mark.parametrize("kind", ["gru", "lstm"])
@@ -126,3 +127,21 @@ def test_a_new_memory_can_keep_more_of_its_state(kind):
         _, states = memory.follow(torch.zeros(6, 1, 1), Recall(state, torch.zeros(6, 1, dtype=torch.bool)))
         kept.append((states[-1, 0, -4:]).abs().mean())
     assert kept[1] > 2 * kept[0]
+
+
+def test_steps_that_are_compiled_leave_the_passes_through_time_as_they_are(monkeypatch):
+    monkeypatch.setattr(Memory, "forward", Memory.forward)  # which is put back afterwards, as what it says is
+    monkeypatch.setattr(Memory, "stays_eager", True)
+
+    class Small(Algorithm):
+        def __init__(self):
+            super().__init__()
+            self.memory = Memory("gru", 3, 5)
+
+    learner, given = Small(), (torch.ones(2, 1, 3), Recall(torch.zeros(1, 5), torch.zeros(2, 1, dtype=torch.bool)))
+    expected = learner.memory(*given)
+    learner.accelerate("compile")
+    compiled = torch.compile(lambda *given: 2.0 * learner.memory(*given), backend="eager")
+    assert torch.equal(compiled(*given), 2.0 * expected)
+    with pytest.raises(torch._dynamo.exc.Unsupported):  # what is left out is no part of one graph
+        torch.compile(lambda *given: 2.0 * learner.memory(*given), backend="eager", fullgraph=True)(*given)

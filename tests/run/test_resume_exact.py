@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from resume_cases import (
+    ONE_PER_LANE,
+    ONE_PER_LEARNER,
     SPECS,
     FirstReturns,
     StopAt,
@@ -41,10 +43,16 @@ def assert_resumes_exactly(output: Path, algo: str, *stops: int, **fields: Any) 
     assert_same_run(straight, resumed)
 
 
-@pytest.mark.parametrize("num_envs", [1, 4])
-@pytest.mark.parametrize("algo", SPECS)
-def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, algo: str, num_envs: int) -> None:
-    assert_resumes_exactly(tmp_path, algo, num_envs=num_envs, kwargs=EVALUATED)
+@pytest.mark.parametrize("algo", ONE_PER_LEARNER)
+def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, algo: str) -> None:
+    assert_resumes_exactly(tmp_path, algo, num_envs=4, kwargs=EVALUATED)
+
+
+@pytest.mark.parametrize(
+    "algo", [pytest.param(algo, marks=[pytest.mark.slow] * (algo not in ONE_PER_LANE)) for algo in SPECS]
+)
+def test_a_resumed_run_with_one_environment_is_the_run_that_never_stopped(tmp_path: Path, algo: str) -> None:
+    assert_resumes_exactly(tmp_path, algo, num_envs=1, kwargs=EVALUATED)
 
 
 def test_what_auto_decided_is_kept_by_a_resume(tmp_path: Path) -> None:
@@ -225,7 +233,7 @@ def test_a_wrong_change_is_refused_with_force_too(tmp_path: Path, changes: dict[
 # ---- evaluation stands beside training -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algo", SPECS)
+@pytest.mark.parametrize("algo", ONE_PER_LEARNER)
 def test_evaluating_does_not_disturb_training(tmp_path: Path, algo: str) -> None:
     trees = [
         load_checkpoint(train(config, console=False).checkpoint_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from rl_training.algorithms.actor_critic import RewardScale
@@ -20,6 +21,13 @@ from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import TrainResult, resume_training, train
 
 SPECS = {spec.name: spec for spec in list_algorithm_specs()}
+# Names that are another name's learner with other defaults: dqn's (rainbow_dqn and r2d2 have all of theirs together),
+# and sac's. Quick tests of what a learner, its store and its files do take one name per learner; the others are slow.
+OTHER_DEFAULTS = {
+    "double_dqn", "dueling_dqn", "prioritized_dqn", "n_step_dqn", "noisy_dqn", "droq", "redq", "simba",
+}  # fmt: skip
+ONE_PER_LEARNER = [pytest.param(algo, marks=[pytest.mark.slow] * (algo in OTHER_DEFAULTS)) for algo in SPECS]
+ONE_PER_LANE = list({spec.lane: spec.name for spec in reversed(SPECS.values())}.values())
 CLOCKED = {"time", "steps_per_second", "train_seconds"}  # what two equal runs need not share
 # Small values of hyper-parameters, for the algorithms that have them.
 TINY = {

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rl_training.errors import UserError
 from rl_training.speed.capture import capture_step
+from rl_training.speed.eager import leave_eager
 from rl_training.speed.optimizer import Optimizer
 from rl_training.speed.passes import NumpyPolicy
 from rl_training.speed.recurrent_passes import NumpyMemory
@@ -310,6 +311,8 @@ class Algorithm(nn.Module):
 
     def accelerate(self, how: str) -> None:
         """Run the `steps` as CUDA graphs ("graph"), or compiled ("compile": on a GPU inside graphs)."""
+        if how == "compile":
+            leave_eager(self.modules())
         for learner in [module for module in self.modules() if isinstance(module, Algorithm)]:
             learner.numbers.device = learner.device
             for name in learner.steps if how == "compile" else ():

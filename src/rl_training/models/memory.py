@@ -41,6 +41,8 @@ class Memory(nn.Module):
     gate and of a GRU's update gate).
     """
 
+    stays_eager = True  # unrolled over the steps, `torch.compile` would take minutes
+
     def __init__(self, kind: str, inputs: int, size: int, layers: int = 1, keep_bias: float = 0.0) -> None:
         super().__init__()
         module, self._cell, self.parts = CELLS[kind]
@@ -55,7 +57,6 @@ class Memory(nn.Module):
         """Zeros [count, S]."""
         return next(self.parameters()).new_zeros(count, self.state_size)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # unrolled over the steps, it would take minutes
     def forward(self, x: Tensor, recall: Recall) -> Tensor:
         """Outputs [T, N, size] for inputs [T, N, D]: those of `follow`, faster on a CPU."""
         if not x.is_cpu:
