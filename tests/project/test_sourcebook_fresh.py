@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -141,6 +142,14 @@ def test_a_preset_reached_what_fresh_runs_of_it_as_it_is_reached() -> None:
         assert generator.scores_of([nothing]) == {}
     best = ({**runs[1].records[0], "best": {"mean": 7.0}},)
     assert generator.scores_of([(runs[0], SimpleNamespace(status="pass", records=best))])["ppo/cartpole"]["score"] == 7
+
+
+def test_a_preset_reached_on_a_gpu_what_the_last_policies_of_its_seeds_score() -> None:
+    runs = json.loads((ROOT / "benchmarks" / "results" / "physics_gpu.json").read_text(encoding="utf-8"))["learn"]
+    ants = [run["marks"][-1] for run in runs if run["preset"] == "ppo/ant_gpu" and run["seed"] in (0, 1, 2)]
+    reached = generator.scores_on_a_gpu()["ppo/ant_gpu"]
+    assert reached["score"] == sorted(mark["return"] for mark in ants)[1]
+    assert (reached["seeds"], reached["steps"]) == (3, max(mark["step"] for mark in ants))
 
 
 def test_links_of_the_pages_lead_to_files(rendered: dict[Path, str]) -> None:
