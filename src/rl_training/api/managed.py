@@ -25,7 +25,7 @@ from rl_training.config.train_config import TrainConfig, names_config
 from rl_training.envs.factory import NAMELESS, UserEnv, name_env, read_env, read_recipe
 from rl_training.envs.inputs import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces
-from rl_training.errors import UserError, did_you_mean, sb3_hints, translate
+from rl_training.errors import UserError, did_you_mean, policy_remark, sb3_hints, translate
 from rl_training.record.checkpoints import save_checkpoint
 from rl_training.run import learner
 from rl_training.run.film import Film, film_episode
@@ -88,8 +88,8 @@ class ManagedAlgorithm:
         words = [word for word in (config, *others) if isinstance(word, str)]
         if policy := next((word for word in words if word.endswith("Policy")), None):
             given = next((repr(word) for word in words if word != policy), "env")
-            remark = sb3_hints()["remarks"]["policy"]
-            raise UserError(f"{name} takes no policy such as {policy!r}; write {name}({given}): {remark}")
+            wanted = f"write {name}({given}): {policy_remark(policy)}"
+            raise UserError(f"{name} takes no policy such as {policy!r}; {wanted}")
         if others:
             raise UserError(f"{name} takes one environment or config; give everything else by name, as in seed=1.")
         known = isinstance(config, Mapping | TrainConfig | Path | None)
