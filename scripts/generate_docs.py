@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import statistics
 import sys
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from rl_training.config.spec import AlgorithmSpec
 
 PACKAGE = ROOT / "src" / "rl_training"
+PHYSICS, REPORTED = ROOT / "benchmarks" / "results" / "physics_gpu.json", (0, 1, 2)  # seeds that chose nothing
 PRESETS, REACHED = PACKAGE / "assets" / "configs", PACKAGE / "assets" / "reached.yaml"
 TEXTS, PAGES = ROOT / "docs" / "algorithms.yaml", ROOT / "docs" / "algorithms"
 DATA = ROOT / "docs" / "plans" / "sourcebook.yaml"
@@ -207,7 +209,22 @@ def scores_of(judged: Iterable[tuple[Gate, Verdict]]) -> dict[str, dict[str, flo
             steps = max(record["global_step"] for record in verdict.records)
             score = {"score": round(statistics.median(shown), 2), "seeds": len(shown), "steps": steps}
             scores.setdefault(gate.preset, score)
-    return scores
+    return scores | scores_on_a_gpu()
+
+
+def scores_on_a_gpu() -> dict[str, dict[str, float]]:
+    """The same of the presets that `benchmarks/physics.py` trained as they are: of each seed the last policy counts."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for run in json.loads(PHYSICS.read_text(encoding="utf-8"))["learn"]:
+        if not run["set"] and run["seed"] in REPORTED:
+            runs.setdefault(run["preset"], []).append(run["marks"][-1])
+    return {
+        name: {
+            "score": round(statistics.median(mark["return"] for mark in last), 2), "seeds": len(last),
+            "steps": max(mark["step"] for mark in last),
+        }
+        for name, last in runs.items()
+    }  # fmt: skip
 
 
 def render_index(specs: Sequence[AlgorithmSpec], texts: dict[str, Any]) -> str:
@@ -449,8 +466,9 @@ def render_counts(specs: Sequence[AlgorithmSpec], reached: Iterable[str]) -> dic
     done = sum(name in known for name in presets)
     missing = ", ".join(f"`{name}`" for name in sorted(every - measured))
     left = f" (not yet: {missing})" if missing else ""
+    some = "All" if measured >= every else f"{len(measured)} of the"
     words = (
-        f"- **Measured.** {len(measured)} of the {len(every)} algorithms have a preset with a recorded learning test "
+        f"- **Measured.** {some} {len(every)} algorithms have a preset with a recorded learning test "
         f"on three to five seeds{left}. Of the {len(presets)} presets, {done} have a recorded result; "
         f"`rl-training list` shows the other {len(presets) - done} as untrained. Where one mechanism matters, "
         "a control shows what happens without it. See the [results](docs/results.md)."
