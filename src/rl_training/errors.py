@@ -153,12 +153,20 @@ def translate(name: str, known: Collection[str], value: Any = None) -> str | Non
         inside = [translate(key, known) for key in value if isinstance(key, str)]
         if told := list(dict.fromkeys(one.rstrip(".") for one in inside if one is not None)):
             return f"{'; '.join(told)}."
+    if name == "policy":
+        return policy_remark(value)
     ours = [our for our in names.get(name, ()) if our in known]
     if not ours and "algo_kwargs" in known and "learning_rate" not in known:  # the top of a config file
         ours = [f"algo_kwargs.{our}" for our in names.get(name, ())]
     if zoo.get(name) in known:
         return f"RL Zoo's {name} is {zoo[name]} here."
     return f"Stable-Baselines3's {name} is {ours[0]} here." if ours else remarks.get(name)
+
+
+def policy_remark(policy: Any) -> str:
+    """What there is instead of Stable-Baselines3's policies: the end of a sentence."""
+    remarks: dict[str, str] = sb3_hints()["remarks"]
+    return remarks["MlpLstmPolicy" if str(policy).endswith("LstmPolicy") else "policy"]
 
 
 def near_name(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +342,18 @@ def test_other_habits_get_one_sentence(use: Any, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         use()
     assert str(caught.value) == sentence
+
+
+def test_a_setting_cannot_be_assigned_but_anything_else_can() -> None:
+    model = PPO("CartPole-v1")
+    with pytest.raises(AttributeError, match=r"learning_rate cannot be assigned: PPO\(env, learning_rate"):
+        model.learning_rate = 1e-5  # type: ignore[attr-defined]
+    model.note = "mine"  # type: ignore[attr-defined]
+    assert (model.note, copy.deepcopy(model).note) == ("mine", "mine")  # type: ignore[attr-defined]
+
+    class Mine(PPO):  # type: ignore[misc]
+        def __init__(self, env: str) -> None:
+            super().__init__(env)
+            self.seed = 7
+
+    assert Mine("CartPole-v1").seed == 7

@@ -287,7 +287,8 @@ def test_a_damaged_run_is_a_problem_in_json() -> None:
     good, bad = json.loads(invoke("runs", "--json").stdout)
     assert (good["run"], good["state"]) == ("good", "done")
     assert bad["problem"].startswith("bad cannot be read: ")
-    assert invoke("runs", "nowhere", "--json").stdout == "[]\n"  # a program asks again
+    Path("empty").mkdir()
+    assert invoke("runs", "empty", "--json").stdout == "[]\n"  # a program asks again
     assert isinstance(good["total_timesteps"], int)
     table = OPERATE.partition("| Key |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.M)))) == good.keys()

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from resume_cases import assert_same_run, stop_and_resume, tiny
 from rl_training import PPO
+from rl_training.envs.device_checks import check_functions
 from rl_training.envs.mujoco import INTEGRATED, OVERFLOW, MujocoEnvironment, State
 from rl_training.envs.mujoco_tasks import TASKS, GymnasiumTask
 from rl_training.errors import EnvironmentFailure, UserError
@@ -258,6 +259,43 @@ def slide(friction: float, physics: str) -> float:
 
 def test_a_field_of_the_model_differs_between_worlds() -> None:
     assert slide(0.0, "mujoco") > slide(1.0, "mujoco") + 0.1
+
+
+def test_what_is_missing_in_ones_own_robot_is_named() -> None:
+    from own_robot import SLIDER, Slider
+
+    class NoReward(MujocoEnvironment):
+        def observe(self, state: State) -> Tensor:
+            return state["qpos"]
+
+    class Column(Slider):
+        def reward(self, before: State, after: State, actions: Tensor) -> Tensor:
+            return after["qpos"][:, :1]
+
+    class Undeclared(Slider):
+        fields = ("cvel",)
+
+        def observe(self, state: State) -> Tensor:
+            return state["xpos"][:, 0]
+
+    class UndeclaredInReward(Slider):
+        def reward(self, before: State, after: State, actions: Tensor) -> Tensor:
+            return after["xpos"][:, 0, 0]
+
+    class Misspelled(Slider):
+        def observe(self, state: State) -> Tensor:
+            return state["qposs"]
+
+    with pytest.raises(UserError, match=r"robot fails in step with .*: define reward\(before, after, actions\)"):
+        check_functions(NoReward(SLIDER), "robot")
+    with pytest.raises(UserError, match=r"robot: reward of 17 environments has the shape \(17, 1\), not .* \(17,\)"):
+        check_functions(Column(), "robot")
+    with pytest.raises(UserError, match=r"Undeclared reads state\['xpos'\].*: fields = \('cvel', 'xpos'\)\."):
+        Undeclared()
+    with pytest.raises(UserError, match=r"InReward reads state\['xpos'\].*: fields = \('xpos',\)\."):
+        check_functions(UndeclaredInReward(), "robot")
+    with pytest.raises(KeyError, match="qposs"):
+        Misspelled()
 
 
 @pytest.mark.slow

@@ -529,7 +529,8 @@ def test_a_last_checkpoint_that_cannot_be_written_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FullDisk(monkeypatch, *range(4, 99))
-    with pytest.raises(NotSaved, match=r"step 128 cannot be .* \(No space left on device\); the newest is of step 64"):
+    newest = r"the newest is of step 64; free space, then rl-training resume --checkpoint .*latest\.ckpt$"
+    with pytest.raises(NotSaved, match=rf"step 128 cannot be .* \(No space left on device\); {newest}"):
         train(tiny("a2c", tmp_path, checkpoint_interval=32), console=False)
     assert issubclass(NotSaved, TrainingFailure)
     assert load_checkpoint(latest_of(tmp_path))["run"]["step"] == 64
@@ -539,7 +540,7 @@ def test_a_first_checkpoint_that_cannot_be_written_ends_the_run_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FullDisk(monkeypatch, 1)
-    with pytest.raises(NotSaved, match=r"step 0 cannot be written to .*; there is none yet"):
+    with pytest.raises(NotSaved, match=r"step 0 cannot be written to .*; there is none yet; free space, then start"):
         train(tiny("a2c", tmp_path), console=False)
 
 

@@ -552,3 +552,10 @@ def test_an_output_dir_that_cannot_be_made_is_one_sentence(tmp_path: Path, name:
     with pytest.raises(UserError, match=r"output_dir is .*, where no folder can be made: .*\.$"):
         train(tiny("a2c", tmp_path / name), console=False)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_an_output_dir_that_is_a_file_is_named_as_such(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="can be made: a file is in its place; name a folder"):
+        train(tiny("a2c", tmp_path / name), console=False)

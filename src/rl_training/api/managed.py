@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -25,7 +25,7 @@ from rl_training.config.train_config import TrainConfig, names_config
 from rl_training.envs.factory import NAMELESS, UserEnv, name_env, read_env, read_recipe
 from rl_training.envs.inputs import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces
-from rl_training.errors import UserError, did_you_mean, sb3_hints, translate
+from rl_training.errors import UserError, did_you_mean, near_name, policy_remark, sb3_hints, translate
 from rl_training.record.checkpoints import save_checkpoint
 from rl_training.run import learner
 from rl_training.run.film import Film, film_episode
@@ -88,8 +88,8 @@ class ManagedAlgorithm:
         words = [word for word in (config, *others) if isinstance(word, str)]
         if policy := next((word for word in words if word.endswith("Policy")), None):
             given = next((repr(word) for word in words if word != policy), "env")
-            remark = sb3_hints()["remarks"]["policy"]
-            raise UserError(f"{name} takes no policy such as {policy!r}; write {name}({given}): {remark}")
+            wanted = f"write {name}({given}): {policy_remark(policy)}"
+            raise UserError(f"{name} takes no policy such as {policy!r}; {wanted}")
         if others:
             raise UserError(f"{name} takes one environment or config; give everything else by name, as in seed=1.")
         known = isinstance(config, Mapping | TrainConfig | Path | None)
@@ -221,6 +221,19 @@ class ManagedAlgorithm:
             hint = f"; .config.{name} has it" if name in TrainConfig.model_fields else hint
             hint = f"; .hyperparameters[{name!r}] has it" if name in self.hyperparameters else hint
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}", name=name, obj=self)
+
+    if not TYPE_CHECKING:  # type checkers would allow every attribute
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+            # a subclass of the user's may keep under any name what it likes
+            if not own and "env" in vars(self) and type(self).__module__.startswith("rl_training."):
+                known = [*self.hyperparameters, *TrainConfig.model_fields]
+                if (setting := name if name in known else near_name(name, known, likeness=0.8)) is not None:
+                    ways = f"{type(self).__name__}(env, {setting}=...) sets {setting}"
+                    later = f"rl-training resume --checkpoint RUN --set {setting}=... --force changes it in a run"
+                    raise AttributeError(f"{name} cannot be assigned: {ways}, and {later}.", name=name, obj=self)
+            super().__setattr__(name, value)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:

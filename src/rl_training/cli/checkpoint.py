@@ -176,7 +176,7 @@ def export(
     """
     episodes = options.whole_number("--num-episodes", num_episodes, least=2)
     if not card and env is not None:
-        raise UserError("--env is for --card, which was not given; without it no environment is made.")
+        raise UserError("--env is for --card, which was not given; leave --env out, or add --card.")
     named = options.name_environment(env, modules)
     from rl_training.run.learner import load_policy
     from rl_training.run.workflows import evaluate_checkpoint

@@ -44,7 +44,7 @@ def list_runs(
 ) -> None:
     """List runs: state, algorithm, environment, steps, last and best return, age of the newest row."""
     found, damaged = summarize_runs(Path(folder))
-    if as_json:
+    if as_json and Path(folder).is_dir():
         problems = [{"problem": printable(text)} for text in damaged]
         typer.echo(json.dumps([*map(plain, found), *problems], indent=1))
         return

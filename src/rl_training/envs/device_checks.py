@@ -107,7 +107,7 @@ def check_functions(env: DeviceEnvironment, env_id: str, device: str = "cpu") ->
     seen, groups = _call(env, env_id, "observe", state), groups_of(env.observation_space)
     if "" not in groups and not (isinstance(seen, dict) and set(groups) <= set(seen)):
         raise UserError(f"{env_id}: observe must return a dict with the tensors {' and '.join(groups)}.")
-    rows = {"rewards": rewards, "terminated": terminated}
+    rows = {"reward" if hasattr(env, "reward") else "rewards": rewards, "terminated": terminated}
     rows |= {"observe": seen} if "" in groups else {_named(name): seen[name] for name in groups}
     faults = chain(_faults_of_state(env, first, state, device), _faults_of_tensors(env, state, rows, device))
     if fault := next(faults, None):
@@ -170,6 +170,8 @@ def _call(env: DeviceEnvironment, env_id: str, name: str, *given: Any) -> Any:
         result = getattr(env, name)(*given)
         before = {key: checksum(value) for key, value in vars(env).items()}
         again = getattr(env, name)(*tree_map(torch.clone, copies))
+    except UserError:
+        raise
     except Exception as error:
         what = f"{type(error).__name__}: {error}".rstrip(".") + user_line(traceback.format_exception(error))
         raise UserError(f"the environment {env_id} fails in {name} with {what}.") from error

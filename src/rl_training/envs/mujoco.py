@@ -218,7 +218,8 @@ class MujocoEnvironment(DeviceEnvironment):
             model = read(str(model))
         low, high = model.actuator_ctrlrange.astype(np.float32).T
         self.prepare(model, gs.Box(low, high, dtype=np.float32), model.qpos0)
-        self.observation_space = space_of(self.observe(self.reset(torch.full((1, self.reset_noise), 0.5))))
+        with self.naming_fields():
+            self.observation_space = space_of(self.observe(self.reset(torch.full((1, self.reset_noise), 0.5))))
 
     def prepare(self, model: Any, action_space: gs.Box, qpos: Any) -> None:
         """Set the model, the actions, and the positions around which episodes start."""
@@ -229,7 +230,21 @@ class MujocoEnvironment(DeviceEnvironment):
 
     def reward(self, before: State, after: State, actions: Tensor) -> Tensor:
         """Rewards [N] of a step."""
-        raise NotImplementedError
+        raise NotImplementedError("define reward(before, after, actions)")
+
+    @contextmanager
+    def naming_fields(self) -> Iterator[None]:
+        """Turn the KeyError of a field of the data that is not in `fields` into a sentence."""
+        try:
+            yield
+        except KeyError as error:
+            import mujoco
+
+            name = error.args[0]
+            if not isinstance(name, str) or not hasattr(mujoco.MjData, name):
+                raise
+            wanted = f"name it in the class: fields = {(*self.fields, name)!r}"
+            raise UserError(f"{type(self).__name__} reads state[{name!r}], which is not in fields; {wanted}.") from None
 
     def terminated(self, state: State) -> Tensor:
         """Whether an episode ends in this state, [N]."""
@@ -270,7 +285,8 @@ class MujocoEnvironment(DeviceEnvironment):
     def step(self, state: State, actions: Tensor, noise: Tensor) -> tuple[State, Tensor, Tensor]:
         """Launch the physics; what follows is computed from the states before and after."""
         after = self.worlds(len(actions), actions.device).step(state, actions, self.frame_skip)
-        return after, self.reward(state, after, actions), self.terminated(after)
+        with self.naming_fields():
+            return after, self.reward(state, after, actions), self.terminated(after)
 
     def fault(self, state: State) -> str:
         """The buffers of MuJoCo Warp that were too small for some world, which makes its contacts wrong."""

@@ -44,6 +44,8 @@ def make_run_dir(config: TrainConfig, suffix: str | None = None, *, reuse: bool 
                 return path
     except (OSError, ValueError) as error:  # ValueError: an impossible name, such as one with a NUL
         reason = getattr(error, "strerror", None) or error
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            reason = "a file is in its place; name a folder"
         raise UserError(f"output_dir is {config.output_dir!r}, where no folder can be made: {reason}.") from None
     raise UserError(f"output_dir {config.output_dir!r} holds a thousand runs named {name}; clean it up.")
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import math
 import signal
@@ -26,6 +27,7 @@ from rl_training.run.folder import keep_lock, write_run_files
 from rl_training.run.interruption import Interruption, StopRequest, can_save_after
 from rl_training.run.learner import SCHEMA, TrainedPolicy, check_same_spaces
 from rl_training.run.loop import Cadence, Recorder, RunState, first_state, name_taken
+from rl_training.run.ranks import resume_command
 
 FEW = 5  # maximum episodes of evaluations that were not asked for, except the last
 LAST_EPISODES = 100  # of which the log has the mean
@@ -95,7 +97,11 @@ class Metrics(dict[str, float]):
 
 
 class NotSaved(TrainingFailure):
-    """A checkpoint could not be written."""
+    """A checkpoint could not be written: `what` says so, and `advice` is what to do if the run ends with it."""
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        super().__init__(what + advice)
+        self.what = what
 
 
 def first_not_finite(metrics: Mapping[str, float]) -> str | None:
@@ -271,7 +277,7 @@ class Run:
             try:
                 self.save_checkpoint(keep_step=bool(self.config.checkpoint_interval))
             except NotSaved as error:
-                self.logger.message(f"warning: {error}; the next checkpoint will be tried as usual")
+                self.logger.message(f"warning: {error.what}; the next checkpoint will be tried as usual")
         if self.callbacks:
             self._tell("on_update")
 
@@ -364,7 +370,12 @@ class Run:
         except OSError as error:
             newest = f"the newest is of step {self.saved[0]:.0f}" if self.saved else "there is none yet"
             where = f"{self.checkpoints.folder} ({error.strerror or error})"
-            raise NotSaved(f"a checkpoint of step {self.step} cannot be written to {where}; {newest}") from error
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            command = f"{resume_command(self.ranks.count)} --checkpoint {self.checkpoints.latest}"
+            then = command + self.config.named_options if self.saved else "start again"
+            advice = f"; free space, then {then}" if is_full else ""
+            what = f"a checkpoint of step {self.step} cannot be written to {where}; {newest}"
+            raise NotSaved(what, advice) from error
 
     def _write_checkpoint(self, name: str, *, replay: bool = False) -> None:
         source = self._source_state()

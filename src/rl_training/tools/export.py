@@ -152,7 +152,8 @@ def export_policy(
     A file that does not act like the checkpoint is not kept.
     """
     if file_format not in SUFFIXES:
-        raise UserError(f"format is {file_format!r}; it must be {' or '.join(SUFFIXES)}.")
+        numpy = " (onnx, from which rl_training.deploy acts with numpy and onnxruntime)" * (file_format == "numpy")
+        raise UserError(f"format is {file_format!r}; it must be {' or '.join(SUFFIXES)}{numpy}.")
     if missing := [name for name in PACKAGES[file_format] if find_spec(name) is None]:
         raise UserError(f"{missing[0]} is not installed, and --format onnx needs it; run {install('export')}.")
     tree = read_checkpoint(checkpoint)
