@@ -280,6 +280,11 @@ def test_runs_are_listed_with_what_became_of_them() -> None:
     assert states()["good"] == "done"
 
 
+def test_before_the_first_run_a_program_gets_an_empty_list() -> None:
+    assert invoke("runs", "--json").stdout == "[]\n"
+    assert invoke("runs", "nope", "--json").exit_code == 2
+
+
 def test_a_damaged_run_is_a_problem_in_json() -> None:
     train(tiny("a2c", Path("runs"), name="good"), console=False)
     shutil.copytree("runs/good", "runs/bad")

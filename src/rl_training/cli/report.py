@@ -32,6 +32,7 @@ ByOption = Annotated[Text, option("Group by algo or by a setting; default: by wh
 SharedOption = Annotated[
     bool, option("Use all runs, unfinished ones too, up to the step that all reached.", "--shared-steps")
 ]
+RUNS = "runs"  # where runs are, unless another folder is named
 RUN_COLUMNS = ("run", "state", "algorithm", "environment", "steps", "last", "best", "age")
 COLORS = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red"}
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -39,12 +40,12 @@ SHOWN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the shared steps, and of the ra
 
 
 def list_runs(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of runs.")] = "runs",
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of runs.")] = RUNS,
     as_json: Annotated[bool, option("Print a JSON list for programs.", "--json")] = False,
 ) -> None:
     """List runs: state, algorithm, environment, steps, last and best return, age of the newest row."""
     found, damaged = summarize_runs(Path(folder))
-    if as_json and Path(folder).is_dir():
+    if as_json and (Path(folder).is_dir() or folder == RUNS):  # before the first run, a program asks again
         problems = [{"problem": printable(text)} for text in damaged]
         typer.echo(json.dumps([*map(plain, found), *problems], indent=1))
         return
