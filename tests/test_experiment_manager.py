@@ -66,7 +66,11 @@ def test_an_environment_of_ones_own_is_passed_on(tmp_path: Path) -> None:
         ({"num_env": 2}, "config: unknown key 'num_env'; did you mean 'num_envs'?"),
         ({"algo_kwargs": {"early_stopping": {"treshold": 1}}},
          "algo_kwargs: unknown key 'early_stopping.treshold'; did you mean 'threshold'?"),
-        ({"algo_kwargs": {"hidden_sizes": 64}}, "algo_kwargs: hidden_sizes is 64; it should be a list (such as [64, 64]; critics that differ have critic_hidden_sizes)."),
+        (
+            {"algo_kwargs": {"hidden_sizes": 64}},
+            "algo_kwargs: hidden_sizes is 64; it should be a list (such as [64, 64]; critics that differ have "
+            "critic_hidden_sizes).",
+        ),
         ({"threads": "few"}, "config: threads is 'few'; it should be 'auto', or be a whole number."),
     ],
 )  # fmt: skip
